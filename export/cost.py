@@ -1,0 +1,128 @@
+"""What a graph costs, as formulas: operations and bytes of every node from the symbolic shapes, evaluated at any size.
+
+No run, no timing: torch leaves a symbolic shape on every value (``32*(tokens//32) + 64``), so the cost at a million tokens
+is arithmetic.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from pom_edge.errors import GateError
+
+__all__ = ["Cost", "graph_cost", "shape_at"]
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Max": max,
+    "Min": min,
+    "max": max,
+    "min": min,
+    "CeilToInt": math.ceil,
+    "ceiling": math.ceil,
+    "floor": math.floor,
+    "FloorToInt": math.floor,
+    "IntTrueDiv": operator.truediv,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations and bytes moved."""
+
+    flops: float
+    bytes: float
+
+
+def shape_at(value: ir.Value, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a value when the free axes have the given lengths.
+
+    Raises:
+        GateError: the value has no known shape, or its shape depends on an axis that is not in ``sizes``.
+    """
+    if value.shape is None:
+        raise GateError(f"value {value.name!r} has no shape: its cost cannot be bounded")
+    return [dim if isinstance(dim, int) else _evaluate(str(dim.value), sizes, value) for dim in value.shape]
+
+
+def _evaluate(expression: str, sizes: Mapping[str, int], value: ir.Value) -> int:
+    def walk(node: ast.AST) -> Any:
+        if isinstance(node, ast.Expression):
+            return walk(node.body)
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name) and node.id in sizes:
+            return sizes[node.id]
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return _OPERATORS[type(node.op)](walk(node.operand))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return _FUNCTIONS[node.func.id](*map(walk, node.args))
+        raise GateError(f"value {value.name!r} has a shape that is not known from the inputs: {expression}")
+
+    return int(walk(ast.parse(expression, mode="eval")))
+
+
+def graph_cost(model: ir.Model, sizes: Mapping[str, int]) -> Cost:
+    """Sum over the nodes of a graph.
+
+    Matrix products count 2 M N K; every other operator one operation for each element it writes (Erf and its like cost
+    more, but by a constant that no growth depends on). Bytes are those of all inputs and outputs.
+    """
+    flops = moved = 0.0
+    for node in graph_nodes(model):
+        written = sum(_elements(value, sizes) for value in node.outputs)
+        inner = _inner_length(node, sizes)
+        flops += written * (2 * inner if inner else 1)
+        moved += sum(_elements(v, sizes) * _itemsize(v) for v in (*node.inputs, *node.outputs) if v is not None)
+    return Cost(flops, moved)
+
+
+def graph_nodes(model: ir.Model) -> list[ir.Node]:
+    """The nodes in order, as a list."""
+    return list(model.graph)
+
+
+def elements_at(value: ir.Value, sizes: Mapping[str, int]) -> int:
+    """How many elements a value has at these sizes."""
+    return math.prod(shape_at(value, sizes))
+
+
+def _elements(value: ir.Value | None, sizes: Mapping[str, int]) -> int:
+    return 0 if value is None or value.shape is None else elements_at(value, sizes)
+
+
+def _itemsize(value: ir.Value) -> float:
+    return 4.0 if value.dtype is None else float(value.dtype.itemsize)
+
+
+def _inner_length(node: ir.Node, sizes: Mapping[str, int]) -> int:
+    """K of a matrix product (0 for any other operator)."""
+    if node.op_type in ("MatMul", "Gemm") and node.inputs[0] is not None:
+        shape = shape_at(node.inputs[0], sizes)
+        transposed = node.op_type == "Gemm" and node.attributes.get_int("transA", 0)
+        return shape[0] if transposed else shape[-1]
+    if node.op_type == "Conv" and node.inputs[1] is not None:
+        return math.prod(shape_at(node.inputs[1], sizes)[1:])
+    return 0

@@ -1,0 +1,134 @@
+"""Golden data: inputs and PyTorch's answers that travel in the bundle, so that a device checks without torch.
+
+The cases are also the proof that free axes are free: short, odd and long lengths and several batch sizes, each run
+through PyTorch and through the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from pom_edge.errors import InputError
+from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs
+from pom_edge.export.reference import Arrays, TorchSession
+
+MAX_GOLDEN_BYTES = 16 << 20
+MAX_REAL_SAMPLES = 64
+
+__all__ = ["Case", "golden_cases", "record"]
+
+
+@dataclass
+class Case:
+    """One set of inputs with PyTorch's answers.
+
+    Attributes:
+        name: unique in the bundle, for example ``"odd"``.
+        kind: ``"real"`` for samples the checkpoint carried, else ``"random"``.
+        description: shapes in words.
+        inputs: by tensor name.
+        outputs: PyTorch's answers, by output name.
+        taps: PyTorch's value of every mixer's output, by module path.
+    """
+
+    name: str
+    kind: str
+    description: str
+    inputs: Arrays
+    outputs: Arrays = field(default_factory=dict)
+    taps: Arrays = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of inputs and outputs."""
+        return sum(array.nbytes for array in (*self.inputs.values(), *self.outputs.values()))
+
+
+def golden_cases(
+    example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent, samples: dict[str, Tensor] | None = None
+) -> list[Case]:
+    """Cases at several sizes: real samples first, then the example's own size, a short, an odd and a long one.
+
+    Args:
+        example: one tensor for each input.
+        axes: as planned for the graph.
+        batch, tokens: extents; sizes outside them are left out.
+        samples: real inputs from the checkpoint, used as they are.
+    """
+    cases = []
+    if samples and set(samples) == set(example):
+        real = {name: tensor[:MAX_REAL_SAMPLES].numpy() for name, tensor in samples.items()}
+        cases.append(Case("samples", "real", _describe(real), real))
+    for seed, (name, sizes) in enumerate(_sizes(example, axes, batch, tokens)):
+        inputs = {key: tensor.numpy() for key, tensor in make_inputs(example, axes, sizes, seed).items()}
+        cases.append(Case(name, "random", _describe(inputs), inputs))
+    return cases
+
+
+def _sizes(
+    example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent
+) -> Iterator[tuple[str, dict[str, int]]]:
+    base = axis_sizes(example, axes)
+    wanted = {
+        "example": (2, base.get(TOKENS, 2)),
+        "short": (1, 2),
+        "odd": (3, 7),
+        "long": (2, min(257, tokens.maximum or 257)),
+    }
+    seen = set()
+    for name, (rows, length) in wanted.items():
+        sizes = {axis: _other_length(axis, base[axis], length) for axis in base}
+        if BATCH in sizes:
+            sizes[BATCH] = min(max(rows, batch.minimum), batch.maximum or rows)
+        if TOKENS in sizes:
+            sizes[TOKENS] = min(max(length, tokens.minimum), tokens.maximum or length)
+        key = tuple(sizes.values())
+        if key not in seen or not sizes:
+            seen.add(key)
+            yield name, sizes
+
+
+def _other_length(axis: str, base: int, length: int) -> int:
+    """A length for an axis beside batch and tokens: follows the tokens, but differs, so that a mix-up shows."""
+    return base if axis in (BATCH, TOKENS) else length + 3
+
+
+def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[str]]:
+    """Run every case through PyTorch and keep its answers.
+
+    Returns:
+        The cases PyTorch accepted, and a note for each it refused (a model may limit its length).
+
+    Raises:
+        InputError: PyTorch refuses the example itself, or answers it with NaN or infinity.
+    """
+    kept, notes, total = [], [], 0
+    for case in cases:
+        try:
+            case.outputs, case.taps = session.run(case.inputs)
+        except Exception as error:  # a user's model: anything may come
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if case.name in ("example", "samples"):
+                raise InputError(f"the model does not accept the inputs {case.description}: {reason}") from error
+            notes.append(f"{case.name} ({case.description}) left out: the model refuses it ({reason})")
+            continue
+        bad = [name for name, value in case.outputs.items() if not np.isfinite(value).all()]
+        if bad:
+            raise InputError(
+                f"PyTorch itself returns NaN or infinity in {', '.join(bad)} for {case.description}: nothing can be checked "
+                "against that; mend the model or its example inputs"
+            )
+        total += case.nbytes
+        if total > MAX_GOLDEN_BYTES and kept:
+            notes.append(f"{case.name} ({case.description}) left out: golden data is limited to 16 MiB")
+            continue
+        kept.append(case)
+    return kept, notes
+
+
+def _describe(inputs: Arrays) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, array.shape))}" for name, array in inputs.items())

@@ -1,0 +1,175 @@
+"""What goes into a graph: which axes are free, and example inputs of any size.
+
+The tensor names carry the meaning (see docs/bundle.md): ``x``, ``context``, ``mask``, ``positions``,
+``context_positions``. Inputs with other names (a user's own model) are understood by rank and size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pom_edge.errors import InputError
+
+BATCH, TOKENS, CONTEXT = "batch", "tokens", "context_tokens"
+
+Axes = dict[str, list[int | str]]  # input name -> for each dimension a number or the name of a free axis
+
+__all__ = ["BATCH", "CONTEXT", "TOKENS", "Axes", "Extent", "axis_sizes", "check_example", "make_inputs", "plan_axes"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long an axis may be: fixed, or between a minimum and a maximum (None: no bound)."""
+
+    minimum: int = 1
+    optimum: int | None = None
+    maximum: int | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """One length only."""
+        return self.maximum is not None and self.minimum == self.maximum
+
+    def admits(self, length: int) -> bool:
+        """Whether the axis may be ``length`` long."""
+        return self.minimum <= length and (self.maximum is None or length <= self.maximum)
+
+    @classmethod
+    def parse(cls, text: str | int | None, option: str) -> Extent:
+        """``"64"`` fixes the axis, ``"1:64:4096"`` bounds it, None leaves it free.
+
+        Raises:
+            InputError: not of that form, or lengths below 1 or out of order.
+        """
+        if text is None:
+            return cls()
+        parts = str(text).split(":")
+        expected = f"{option} takes N or MIN:OPT:MAX with 1 <= MIN <= OPT <= MAX, for example 64 or 1:64:4096"
+        try:
+            numbers = [int(part) for part in parts]
+        except ValueError:
+            raise InputError(f"{option} is {text!r}; {expected}") from None
+        if len(numbers) not in (1, 3) or numbers[0] < 1 or numbers != sorted(numbers):
+            raise InputError(f"{option} is {text!r}; {expected}")
+        return cls(numbers[0], numbers[len(numbers) // 2], numbers[-1])
+
+
+def check_example(inputs: dict[str, Tensor]) -> None:
+    """Refuse example inputs that no graph can be made from.
+
+    Raises:
+        InputError: no input, an empty one, or NaN in it.
+    """
+    if not inputs:
+        raise InputError("the example has no inputs; expected at least one array, named as the model's argument")
+    for name, tensor in inputs.items():
+        if tensor.numel() == 0:
+            raise InputError(f"example input {name!r} is empty (shape {tuple(tensor.shape)}); give at least one token")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise InputError(f"example input {name!r} contains NaN or infinity; give finite values")
+
+
+def plan_axes(inputs: dict[str, Tensor], batch: Extent, tokens: Extent) -> Axes:
+    """Name the free axes of every input; an axis with a fixed extent becomes its number.
+
+    Args:
+        inputs: one example of each input.
+        batch, tokens: extents asked for.
+
+    Returns:
+        For each input, its dimensions as numbers or names.
+    """
+    first = next(iter(inputs.values()))
+    batch_size = first.shape[0]
+    lengths = {name: tensor.shape[1] for name, tensor in inputs.items() if tensor.ndim in (2, 3)}
+    axes: Axes = {}
+    for name, tensor in inputs.items():
+        dims: list[int | str] = list(tensor.shape)
+        if name in ("positions", "context_positions"):
+            dims[0] = TOKENS if name == "positions" else CONTEXT
+        else:
+            if tensor.ndim and tensor.shape[0] == batch_size:
+                dims[0] = BATCH
+            if tensor.ndim in (2, 3):
+                dims[1] = _second_axis(name, tensor, inputs, lengths)
+            if name == "mask" and tensor.ndim == 3:
+                dims[1], dims[2] = TOKENS, CONTEXT if "context" in inputs else TOKENS
+        axes[name] = dims
+    if "context" not in inputs:  # positions of a context that is the tokens themselves
+        axes = {name: [TOKENS if dim == CONTEXT else dim for dim in dims] for name, dims in axes.items()}
+    fixed = {axis: extent.minimum for axis, extent in ((BATCH, batch), (TOKENS, tokens)) if extent.fixed}
+    return {name: [fixed.get(dim, dim) if isinstance(dim, str) else dim for dim in dims] for name, dims in axes.items()}
+
+
+def _second_axis(name: str, tensor: Tensor, inputs: dict[str, Tensor], lengths: dict[str, int]) -> int | str:
+    first = next(iter(inputs))
+    if name == first:
+        return (
+            int(tensor.shape[1]) if tensor.ndim == 2 and tensor.is_floating_point() else TOKENS
+        )  # (B, features) is fixed
+    if name == "context" or (name == "mask" and "context" in inputs):
+        return CONTEXT
+    if name == "mask" or tensor.shape[1] == lengths.get(first):
+        return TOKENS
+    return f"{name}_tokens"
+
+
+def axis_sizes(inputs: dict[str, Tensor], axes: Axes) -> dict[str, int]:
+    """The lengths that the free axes have in these inputs."""
+    sizes: dict[str, int] = {}
+    for name, dims in axes.items():
+        for dim, length in zip(dims, inputs[name].shape, strict=True):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, int(length))
+    return sizes
+
+
+def make_inputs(example: dict[str, Tensor], axes: Axes, sizes: dict[str, int], seed: int) -> dict[str, Tensor]:
+    """Random inputs like the example, of other lengths.
+
+    Floats are normal with the example's mean and spread, token ids uniform between its extremes, masks 0/1 (or the
+    example's kind of weights) that admit at least one token in each row, positions count upwards.
+
+    Args:
+        example: one tensor for each input.
+        axes: as planned.
+        sizes: length of each free axis.
+        seed: fixes the values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Tensor] = {}
+    for name, dims in axes.items():
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
+        made[name] = _random_like(name, example[name], shape, generator)
+    return made
+
+
+def _random_like(name: str, example: Tensor, shape: list[int], generator: torch.Generator) -> Tensor:
+    if "positions" in name:
+        return _positions_like(example, shape)
+    if "mask" in name:
+        mask = (torch.rand(shape, generator=generator) < 0.7).to(torch.float32)
+        mask[..., 0] = 1.0
+        if example.is_floating_point() and not ((example == 0) | (example == 1)).all():
+            mask = mask * torch.rand(shape, generator=generator).clamp(min=0.1)
+        return mask.to(example.dtype)
+    if example.is_floating_point():
+        spread = float(example.float().std()) if example.numel() > 1 else 1.0
+        values = torch.randn(shape, generator=generator) * (spread or 1.0) + float(example.float().mean())
+        return values.to(example.dtype)
+    if example.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    low, high = int(example.min()), int(example.max())
+    return torch.randint(low, high + 1, shape, generator=generator).to(example.dtype)
+
+
+def _positions_like(example: Tensor, shape: list[int]) -> Tensor:
+    """Rows and columns of a grid of the example's width (2-D), or 0, 1, 2, ... (1-D)."""
+    index = torch.arange(shape[0])
+    if len(shape) == 1:
+        return index.to(example.dtype)
+    width = int(example[:, 1].max()) + 1
+    return torch.stack((index // width, index % width), dim=-1).to(example.dtype)

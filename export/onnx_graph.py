@@ -1,0 +1,283 @@
+"""A lowered model to an ONNX graph: torch.export, torch.onnx, names that a reader recognises, nothing local left in it.
+
+One graph serves both purposes: it is exported with the output of every mixer as an extra output ("tap"), checked so, and
+saved without them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
+
+from pom_edge.errors import InputError
+from pom_edge.export.inputs import Axes
+from pom_edge.export.reference import Taps, named_outputs
+
+OPSET = 18  # complete in ONNX Runtime's CUDA kernels and in JetPack 6's parser; 19 and later leave operators on the CPU
+MAX_IR_VERSION = 10  # ONNX Runtime refuses what it does not know (onnxruntime#23602)
+EXTERNAL_BYTES = 1 << 30  # protobuf stops at 2 GiB; weights beyond half of that go into a file beside the graph
+
+__all__ = ["OPSET", "Graph", "check_file", "export_graph", "export_program", "save_graph"]
+
+
+@dataclass
+class Graph:
+    """An exported graph and where its parts come from.
+
+    Attributes:
+        model: the graph, without taps.
+        outputs: names of the graph's outputs.
+        taps: module path of each mixer -> the value that holds its output.
+        layer_norms: module paths of the model's LayerNorms.
+        mixers: module paths of the mixers.
+    """
+
+    model: ir.Model
+    outputs: list[str]
+    taps: dict[str, ir.Value] = field(default_factory=dict)
+    layer_norms: list[str] = field(default_factory=list)
+    mixers: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def tapped(self) -> Iterator[ir.Model]:
+        """The model with every mixer's output as a further graph output, for as long as the context lasts."""
+        kept = len(self.model.graph.outputs)
+        self.model.graph.outputs.extend(self.taps.values())
+        try:
+            yield self.model
+        finally:
+            del self.model.graph.outputs[kept:]
+
+
+class _Boundary(nn.Module):
+    """The traced module: inputs by name in, outputs and taps as one flat tuple out."""
+
+    def __init__(self, model: nn.Module, mixers: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.mixers = mixers
+
+    def run(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Outputs and taps by name."""
+        with Taps(self.model, self.mixers) as taps:
+            outputs = named_outputs(self.model(**inputs))
+        return outputs, taps.values
+
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs, taps = self.run(inputs)
+        return (*outputs.values(), *taps.values())
+
+
+def export_graph(model: nn.Module, mixers: list[str], inputs: dict[str, Tensor], axes: Axes) -> Graph:
+    """Trace a lowered model and turn it into ONNX.
+
+    Args:
+        model: as returned by :func:`pom_edge.export.lowering.lower`.
+        mixers: module paths to tap.
+        inputs: example inputs; free axes at least 2 long (torch.export bakes in 0 and 1).
+        axes: free axes by name.
+
+    Returns:
+        The graph, opset 18, standard domain.
+
+    Raises:
+        InputError: the model cannot be traced, with torch's reason and what can be done.
+    """
+    boundary = _Boundary(model, [name for name in mixers if name])
+    dims: dict[str, Any] = {}
+    dynamic = {
+        name: {i: dims.setdefault(dim, torch.export.Dim(dim)) for i, dim in enumerate(shape) if isinstance(dim, str)}
+        for name, shape in axes.items()
+    }
+    try:
+        with _quiet(), torch.no_grad():
+            names, tap_names = (list(tensors) for tensors in boundary.run(inputs))
+            program = torch.export.export(
+                boundary,
+                (inputs,),
+                dynamic_shapes={"inputs": dynamic},
+                strict=False,
+                # Guards about the padding of the running sum hold by construction; as guards they would pin the token
+                # count, as assertions they are dropped. A model that does pin it fails the run at several sizes.
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's model can raise while traced
+        raise InputError(f"torch.export cannot trace the model: {_first_lines(error)}") from error
+    graph = _to_onnx(program, list(inputs), [*names, *tap_names])
+    _name_axes(graph, axes)
+    taps = dict(zip(tap_names, graph.graph.outputs[len(names) :], strict=True))
+    del graph.graph.outputs[len(names) :]
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    return _tidy(Graph(graph, names, taps, norms, mixers), prefix="model")
+
+
+def export_program(program: torch.export.ExportedProgram, input_names: list[str]) -> Graph:
+    """An ExportedProgram (``.pt2``) to ONNX as it is: no lowering, no taps.
+
+    Raises:
+        InputError: the program cannot be translated.
+    """
+    count = len(program.graph_signature.user_outputs)
+    names = ["y", *(f"output_{i}" for i in range(1, count))]
+    model = _to_onnx(program, input_names, names)
+    for value in model.graph.inputs:
+        if value.shape is not None and any(not isinstance(dim, int) for dim in value.shape):
+            _rename_symbols(
+                model, {str(dim): _axis_name(i, value) for i, dim in enumerate(value.shape) if not isinstance(dim, int)}
+            )
+    return _tidy(Graph(model, names), prefix="")
+
+
+def _axis_name(index: int, value: ir.Value) -> str:
+    return ("batch", "tokens")[index] if index < 2 else f"{value.name}_dim{index}"
+
+
+def _to_onnx(program: torch.export.ExportedProgram, input_names: list[str], output_names: list[str]) -> ir.Model:
+    try:
+        with _quiet():
+            onnx_program = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                optimize=True,
+                input_names=input_names,
+                output_names=output_names,
+                verbose=False,
+            )
+    except Exception as error:
+        raise InputError(f"torch.onnx cannot translate the model: {_first_lines(error)}") from error
+    assert onnx_program is not None  # only None for the legacy exporter that writes to a file
+    model = onnx_program.model
+    found = model.opset_imports.get("")
+    if found != OPSET:  # asked for 17, torch 2.13 logs a traceback and leaves 18: so read it back
+        raise InputError(f"torch.onnx made opset {found}, asked for {OPSET}; the tested torch range is in the README")
+    return model
+
+
+def _name_axes(model: ir.Model, axes: Axes) -> None:
+    """torch calls free axes s21; give them back their names, in inputs and in every expression made of them."""
+    names: dict[str, str] = {}
+    for value in model.graph.inputs:
+        if value.shape is None or value.name not in axes:
+            continue
+        for found, wanted in zip(value.shape, axes[value.name], strict=True):
+            if isinstance(wanted, str) and not isinstance(found, int):
+                names[str(found)] = wanted
+    _rename_symbols(model, names)
+
+
+def _rename_symbols(model: ir.Model, names: dict[str, str]) -> None:
+    def renamed(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+        if isinstance(dim, int) or dim.value is None:
+            return dim
+        tree = ast.parse(dim.value, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                node.id = names.get(node.id, node.id)
+        return ir.SymbolicDim(ast.unparse(tree))
+
+    values = list(model.graph.inputs)
+    values += [output for node in model.graph for output in node.outputs]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([renamed(dim) for dim in value.shape])
+
+
+def _tidy(graph: Graph, prefix: str) -> Graph:
+    """Name nodes by module path, drop what taps left behind, strip everything that speaks of this machine."""
+    with graph.tapped() as model:
+        RemoveUnusedNodesPass()(model)
+    counts: Counter[str] = Counter()
+    for node in graph.model.graph:
+        path = _module_path(node, prefix)
+        stem = f"{path}/{node.op_type}" if path else node.op_type
+        counts[stem] += 1
+        node.name = f"{stem}_{counts[stem] - 1}"
+        node.metadata_props.clear()
+        node.doc_string = None
+        for output in node.outputs:
+            output.metadata_props.clear()
+            output.doc_string = None
+    for value in (*graph.model.graph.inputs, *graph.model.graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None
+    graph.model.metadata_props.clear()
+    graph.model.graph.metadata_props.clear()
+    graph.model.graph.doc_string = None
+    graph.model.graph.name = "pom_edge"
+    graph.model.doc_string = None
+    return graph
+
+
+def _module_path(node: ir.Node, prefix: str) -> str:
+    """The innermost module that torch recorded for a node, without our own wrapper's name."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+    if not scopes:
+        return ""
+    names = [name for name in ast.literal_eval(scopes)[:-1] if name and not name.startswith("_empty_nn_module")]
+    path = names[-1] if names else ""
+    if path == prefix:
+        return ""
+    return str(path).removeprefix(prefix + ".") if prefix else str(path)
+
+
+def save_graph(model: ir.Model, path: Path, metadata: dict[str, str]) -> list[str]:
+    """Write the graph, weights beyond :data:`EXTERNAL_BYTES` into ``<name>.data`` beside it.
+
+    Args:
+        model: what to write.
+        path: of the ``.onnx`` file.
+        metadata: the model's metadata_props.
+
+    Returns:
+        Names of the files written.
+    """
+    model.producer_name = metadata.get("producer", "pom-edge")
+    model.producer_version = metadata.get("version")
+    model.metadata_props.update(metadata)
+    weights = sum(
+        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
+    )
+    external = f"{path.name}.data" if weights > EXTERNAL_BYTES else None
+    ir.save(model, path, external_data=external)
+    return [path.name] if external is None else [path.name, external]
+
+
+def check_file(path: Path) -> None:
+    """onnx.checker over the saved file, shapes included."""
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+def _first_lines(error: Exception, lines: int = 6) -> str:
+    text = [line for line in str(error).splitlines() if line.strip()]
+    return "\n  ".join([f"{type(error).__name__}: {text[0] if text else ''}", *text[1:lines]])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch.onnx's registration notes (torchvision missing) and its FutureWarnings, here and nowhere else."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)

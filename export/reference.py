@@ -1,0 +1,110 @@
+"""The PyTorch side of the parity waterfall: what a model answers, output by output and mixer by mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pom_edge.errors import InputError
+
+Arrays = dict[str, np.ndarray]
+
+__all__ = ["Taps", "TorchSession", "named_outputs"]
+
+
+def named_outputs(result: Any) -> dict[str, Tensor]:
+    """The tensors of a model's return value by name: the first is ``y``, further ones keep the model's names.
+
+    Raises:
+        InputError: the model returns no tensor.
+    """
+    if isinstance(result, Tensor):
+        return {"y": result}
+    if isinstance(result, Mapping):
+        pairs = [(str(name), value) for name, value in result.items()]
+    elif isinstance(result, Sequence):
+        pairs = [(f"output_{i}", value) for i, value in enumerate(result)]
+    else:
+        pairs = []
+    tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    if not tensors:
+        raise InputError(
+            f"the model returned {type(result).__name__} without a tensor; expected a tensor, tuple or dict"
+        )
+    return {"y" if i == 0 else name: value for i, (name, value) in enumerate(tensors)}
+
+
+class Taps:
+    """Collects the output of chosen modules while the context lasts: ``values`` maps module path to tensor.
+
+    A module that runs more than once gets ``path#1``, ``path#2`` for its later runs.
+
+    Args:
+        model: the module that contains them.
+        names: their module paths.
+        zeroed: a path whose output is replaced by zeros: what a dead mixer looks like.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], zeroed: str | None = None) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._model, self._names, self._zeroed = model, names, zeroed
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Taps:
+        for name in self._names:
+            self._handles.append(self._model.get_submodule(name).register_forward_hook(self._hook(name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+            value = torch.zeros_like(output) if name == self._zeroed else output
+            runs = sum(key.split("#")[0] == name for key in self.values)
+            self.values[name if runs == 0 else f"{name}#{runs}"] = value
+            return value if name == self._zeroed else None
+
+        return keep
+
+
+class TorchSession:
+    """Runs a PyTorch model the way a runtime session runs an artifact: numpy in by name, numpy out by name.
+
+    Args:
+        model: an nn.Module (set to eval mode), or the module of an ExportedProgram.
+        taps: module paths whose outputs are wanted too.
+        dtype: floating inputs are cast to it; float64 with a float64 model gives the reference for FP32.
+    """
+
+    def __init__(self, model: nn.Module, taps: Sequence[str] = (), dtype: torch.dtype = torch.float32) -> None:
+        self.model = model
+        self.taps = [name for name in taps if name]
+        self.dtype = dtype
+
+    def run(self, inputs: Arrays, zeroed: str | None = None) -> tuple[Arrays, Arrays]:
+        """Outputs and tapped values for one set of inputs; ``zeroed`` names a mixer whose output is replaced by zeros.
+
+        Raises:
+            InputError: the model refuses the inputs, with its own reason.
+        """
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        with torch.no_grad(), Taps(self.model, self.taps, zeroed) as taps:
+            if zeroed == "":
+                outputs = {name: torch.zeros_like(y) for name, y in named_outputs(self.model(**tensors)).items()}
+            else:
+                outputs = named_outputs(self.model(**tensors))
+        return _arrays(outputs), _arrays(taps.values)
+
+
+def _arrays(tensors: dict[str, Tensor]) -> Arrays:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}

@@ -1,0 +1,166 @@
+"""The blocks of the reference models: pre-norm, residual, with a PoM or an attention as the mixer.
+
+    x <- x + mixer(norm1(x));  x <- x + ff(norm2(x)),  ff = Linear, GELU, Linear
+
+Every mixer is called alike, ``mixer(x, mask=, positions=, causal=)``, so that hybrids need no branches. Shapes: B batch,
+N tokens, d model width, H attention heads, e = d / H.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pom_edge.config import ModelConfig
+from pom_edge.mixer import PoM
+
+# What a masked score gets: exp() of it is 0 in every precision, yet it fits FP16, where -inf and finfo.min make NaN rows.
+MASKED = -30000.0
+
+__all__ = ["Attention", "Block", "FullAttention", "LocalAttention", "build_mixer"]
+
+
+class Block(nn.Module):
+    """One pre-norm block; ``kind`` is ``"pom"``, ``"full"`` or ``"local"``."""
+
+    def __init__(self, config: ModelConfig, kind: str) -> None:
+        super().__init__()
+        hidden = config.ff_expand * config.dim
+        self.norm1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.mixer = build_mixer(config, kind)
+        self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.ff = nn.Sequential(nn.Linear(config.dim, hidden), nn.GELU(), nn.Linear(hidden, config.dim))
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """(B, N, d) -> (B, N, d)."""
+        x = x + self.mixer(self.norm1(x), mask=mask, positions=positions, causal=causal)
+        x = x + self.ff(self.norm2(x))
+        return x
+
+
+def build_mixer(config: ModelConfig, kind: str) -> nn.Module:
+    """The mixer of one block."""
+    if kind == "full":
+        return FullAttention(config.dim, config.n_heads)
+    if kind == "local":
+        return LocalAttention(config.dim, config.n_heads, config.window)
+    return PoM(
+        config.dim,
+        config.degree,
+        config.expand,
+        n_groups=config.n_groups,
+        n_sel_heads=config.n_sel_heads,
+        bias=config.bias,
+        rotary=config.rotary,
+        rotary_base=config.rotary_base,
+    )
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; a subclass says which tokens see which (:meth:`attend`)."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.dim, self.n_heads = dim, n_heads
+        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False)
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: tokens, (B, N, d).
+            mask: (B, N) of 0/1 or bool, 1 for tokens that may be seen. Weights count as 1. Where a token sees none, its
+                output is meaningless but finite.
+            positions: unused (only PoM blocks rotate); here so that every mixer is called alike.
+            causal: token t sees tokens 0..t only.
+
+        Returns:
+            (B, N, d).
+        """
+        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, N, e)
+        y = self.attend(q, k, v, mask, causal)
+        return self.out_proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """q, k, v and the result are (B, H, N, e)."""
+        raise NotImplementedError
+
+
+class FullAttention(Attention):
+    """Every token sees every other one: quadratic, and fused where PyTorch can."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        seen = mask[:, None, None, :] > 0  # (B, 1, 1, N)
+        if causal:
+            index = torch.arange(q.shape[2], device=q.device)
+            seen = seen & (index[:, None] >= index)  # (B, 1, N, N)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=score_bias(seen, q.dtype))
+
+
+class LocalAttention(Attention):
+    """Every token sees its neighbourhood, in memory linear in N: queries in blocks of ``window`` tokens, each against its own
+    keys and those of the adjacent blocks.
+
+    Args:
+        dim, n_heads: d and H.
+        window: tokens seen: the last ``window`` ones when causal, else those at most ``window // 2`` away.
+    """
+
+    def __init__(self, dim: int, n_heads: int, window: int) -> None:
+        super().__init__(dim, n_heads)
+        self.window = window
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        tokens = q.shape[2]
+        blocks = block_count(tokens, self.window)
+        padding = blocks * self.window - tokens
+        # Blocks and their neighbours lie on axes 2 and 3: queries (B, H, blocks, w, e), keys (B, H, blocks, c w, e) with
+        # c = 2 (previous, own) or 3 (previous, own, next).
+        q = F.pad(q, (0, 0, 0, padding)).unflatten(2, (blocks, self.window))
+        k, v = (self._with_neighbours(F.pad(t, (0, 0, 0, padding)), blocks, causal) for t in (k, v))
+        admitted = torch.ones_like(q[:, :1, 0, 0, 0]).expand(-1, tokens) if mask is None else (mask > 0).to(q.dtype)
+        admitted = F.pad(admitted, (0, padding))[:, None, :, None]  # (B, 1, N + padding, 1)
+        admitted = self._with_neighbours(admitted, blocks, causal).transpose(-1, -2) > 0  # (B, 1, blocks, 1, c w)
+        seen = admitted & self.band(causal, q.device)  # (B, 1, blocks, w, c w)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + score_bias(seen, q.dtype)
+        return (scores.softmax(-1) @ v).flatten(2, 3)[:, :, :tokens]
+
+    def band(self, causal: bool, device: torch.device) -> Tensor:
+        """Which key of the row of adjacent blocks (c w) each query of a block (w) sees, bool (w, c w)."""
+        own = torch.arange(self.window, device=device)
+        keys = torch.arange(-self.window, self.window if causal else 2 * self.window, device=device)
+        distance = own[:, None] - keys
+        return (distance >= 0) & (distance < self.window) if causal else distance.abs() <= self.window // 2
+
+    def _with_neighbours(self, t: Tensor, blocks: int, causal: bool) -> Tensor:
+        """(B, H, blocks w, e) -> (B, H, blocks, c w, e): each block behind its predecessor and, unless causal, before its
+        successor; zeros at the ends."""
+        shifts = (-1, 0) if causal else (-1, 0, 1)
+        w, tokens = self.window, t.shape[2]
+        padded = F.pad(t, (0, 0, w, w))  # (B, H, w + blocks w + w, e)
+        rows = [padded[:, :, (1 + s) * w : (1 + s) * w + tokens].unflatten(2, (blocks, w)) for s in shifts]
+        return torch.cat(rows, dim=3)
+
+
+def score_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores: 0 where ``seen`` (bool), else MASKED."""
+    return (1.0 - seen.to(dtype)) * MASKED
+
+
+def block_count(tokens: int, block: int) -> int:
+    """Blocks that hold ``tokens``: exact for a number, one or two more for an export-time symbol.
+
+    The rounded-up division of a symbol, and a count that may be one, make torch.export specialise (torch 2.13).
+    """
+    return -(-tokens // block) if isinstance(tokens, int) else tokens // block + 2

@@ -1,0 +1,288 @@
+"""The .pom folder: a manifest, golden data, artifacts. Imports no torch and no onnx: this is what a device needs.
+
+    model.pom/
+        manifest.json          schema below; the only place where a timestamp stands
+        golden.safetensors     inputs and PyTorch's answers
+        parallel.fp32.onnx     artifacts, named <form>.<precision>[.<variant>].<ext>
+
+Opening verifies every hash before any native parser sees a byte. Writing goes into a folder beside and exchanges the two,
+so a bundle is always whole: the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from pom_edge.errors import BundleError
+from pom_edge.exchange import recover, replaced_folder, writing_errors
+
+MANIFEST = "manifest.json"
+GOLDEN = "golden.safetensors"
+FORMAT = "pom-edge-bundle"
+VERSION = 1
+
+__all__ = [
+    "GOLDEN",
+    "MANIFEST",
+    "VERSION",
+    "Artifact",
+    "Bundle",
+    "FileEntry",
+    "GoldenCase",
+    "Manifest",
+    "TensorSpec",
+    "is_bundle",
+    "write_bundle",
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TensorSpec(_Model):
+    """A graph input or output: free axes are names, and may have bounds."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+    bounds: dict[str, tuple[int, int | None]] = Field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} ({', '.join(map(str, self.shape))})"
+
+
+class FileEntry(_Model):
+    """A file of the bundle, by its path inside the folder."""
+
+    path: str
+    sha256: str
+    bytes: int
+
+
+class Artifact(_Model):
+    """One compiled form of the model."""
+
+    target: str
+    form: str
+    precision: str
+    file: str
+    files: list[str]
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    opset: int | None = None
+    ir_version: int | None = None
+    census: dict[str, float] = Field(default_factory=dict)
+    mixers: dict[str, str] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+    verified: str
+    parity: dict[str, Any] | None = None
+    cost: dict[str, float] = Field(default_factory=dict)
+
+
+class GoldenCase(_Model):
+    """One recorded set of inputs; arrays are stored under the keys given here."""
+
+    name: str
+    kind: Literal["real", "random"]
+    description: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    taps: dict[str, str] = Field(default_factory=dict)
+
+
+class Manifest(_Model):
+    """Everything a device must know about a bundle."""
+
+    format: Literal["pom-edge-bundle"] = FORMAT
+    version: int = VERSION
+    name: str
+    created: str
+    producer: str
+    tools: dict[str, str]
+    model: dict[str, Any]
+    published_layout: str | None = None
+    config_hash: str
+    class_names: list[str] | None = None
+    warnings: list[str] = Field(default_factory=list)
+    artifacts: list[Artifact]
+    golden: list[GoldenCase]
+    files: list[FileEntry]
+
+
+class Bundle:
+    """An opened, verified bundle.
+
+    Attributes:
+        path: the folder.
+        manifest: its manifest.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: Path) -> Bundle:
+        """Open and verify.
+
+        Raises:
+            BundleError: not a bundle, damaged, or made by a newer version; says which file and what to do.
+        """
+        recover(path)
+        manifest = read_manifest(path)
+        for entry in manifest.files:
+            _verify(path, entry)
+        listed = {entry.path for entry in manifest.files}
+        for artifact in manifest.artifacts:
+            unlisted = [file for file in (artifact.file, *artifact.files) if file not in listed]
+            if unlisted:
+                raise BundleError(
+                    f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again"
+                )
+        return cls(path, manifest)
+
+    def cases(self) -> Iterator[tuple[GoldenCase, dict[str, np.ndarray], dict[str, np.ndarray]]]:
+        """Every golden case with its inputs and PyTorch's outputs."""
+        with safe_open(self.path / GOLDEN, framework="numpy") as data:
+            for case in self.manifest.golden:
+                inputs = {name: data.get_tensor(key) for name, key in case.inputs.items()}
+                yield case, inputs, {name: data.get_tensor(key) for name, key in case.outputs.items()}
+
+    def taps(self, case: GoldenCase) -> dict[str, np.ndarray]:
+        """PyTorch's value of every mixer's output in this case, by module path; empty where none was kept."""
+        with safe_open(self.path / GOLDEN, framework="numpy") as data:
+            return {path: data.get_tensor(key) for path, key in case.taps.items()}
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether the folder claims to be a bundle (has a manifest)."""
+    return (path / MANIFEST).is_file()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest alone, without verifying files.
+
+    Raises:
+        BundleError: not a bundle, an unknown version, or a manifest that does not fit its schema.
+    """
+    if not path.exists():
+        raise BundleError(
+            f"{path} does not exist; expected a .pom bundle. Make one with: pom-export model.pt --out {path}"
+        )
+    if not is_bundle(path):
+        raise BundleError(f"{path} is not a bundle (no {MANIFEST} in it); expected a folder made by pom-export")
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path.name}/{MANIFEST} cannot be read ({error}); export the model again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BundleError(f"{path.name}/{MANIFEST} is not a {FORMAT} manifest; expected a folder made by pom-export")
+    version = content.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise BundleError(
+            f"{path.name} has manifest version {version!r}, this pom-edge reads 1 to {VERSION}; "
+            "update with: pip install --upgrade pom-edge"
+        )
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BundleError(f"{path.name}/{MANIFEST}: {where}: {first['msg']}; export the model again") from error
+
+
+def _verify(folder: Path, entry: FileEntry) -> None:
+    """Path, existence, size and hash of one file, in this order."""
+    pure = PurePosixPath(entry.path)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in entry.path or ":" in entry.path or not pure.parts:
+        raise BundleError(
+            f"{folder.name}: the manifest lists {entry.path!r}, which leaves the folder; do not use this bundle"
+        )
+    path = folder / pure
+    if not path.is_file():
+        raise BundleError(f"{folder.name}: {entry.path} is missing; copy the whole folder again, or export again")
+    if folder.resolve() not in path.resolve().parents:
+        raise BundleError(f"{folder.name}: {entry.path} is a link out of the folder; do not use this bundle")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise BundleError(
+            f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again"
+        )
+    if sha256_of(path) != entry.sha256:
+        raise BundleError(
+            f"{folder.name}: {entry.path} was changed after the export (sha256 differs); copy the folder again, or export again"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:
+    """hashlib.file_digest for Python 3.10."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def write_bundle(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A fresh folder to write a bundle into; on success it takes the place of ``path``, else nothing has changed.
+
+    Raises:
+        BundleError: ``path`` exists and may not be replaced.
+        InputError: the place cannot be written, or the disk is full.
+    """
+    check_destination(path, overwrite)
+    with replaced_folder(path) as folder:
+        yield folder
+
+
+def check_destination(path: Path, overwrite: bool) -> None:
+    """Refuse early, before minutes of work, what could not be written at the end.
+
+    Raises:
+        BundleError: ``path`` exists and may not be replaced.
+    """
+    recover(path)
+    if not path.exists() and not path.is_symlink():
+        return
+    if not is_bundle(path):
+        raise BundleError(f"{path} exists and is not a bundle; it is left alone. Choose another --out")
+    if not overwrite:
+        raise BundleError(f"{path} exists; pass --overwrite to replace it, or choose another --out")
+
+
+def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, np.ndarray]) -> Manifest:
+    """Write golden data and the manifest over the artifacts that stand in ``folder``.
+
+    Args:
+        folder: as given by :func:`write_bundle`, artifacts inside.
+        fields: the manifest without ``files``.
+        golden: arrays by key.
+    """
+    with writing_errors(folder):
+        save_file({key: np.ascontiguousarray(array) for key, array in golden.items()}, folder / GOLDEN)
+        files = [
+            FileEntry(path=path.relative_to(folder).as_posix(), sha256=sha256_of(path), bytes=path.stat().st_size)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        ]
+        manifest = Manifest(**fields, files=files)
+        text = json.dumps(manifest.model_dump(mode="json"), indent=2, sort_keys=True)
+        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    return manifest

@@ -1,0 +1,148 @@
+"""What a person sees: progress on stderr, tables on stdout. rich on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from pom_edge.pipeline import ExportReport
+    from pom_edge.runtimes.checking import CheckReport
+
+__all__ = ["Progress", "print_check", "print_doctor", "print_export", "print_info"]
+
+
+class Progress:
+    """Names the running step: a spinner on a terminal, one line a step elsewhere, nothing when quiet."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = Console(stderr=True)
+        self._quiet = quiet
+        self._status: Status | None = None
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> Progress:
+        if not self._quiet and self._console.is_terminal:
+            self._status = self._console.status("start")
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def step(self, name: str) -> None:
+        """A step begins."""
+        if self._status is not None:
+            self._status.update(name)
+        elif not self._quiet:
+            print(f"[{time.perf_counter() - self._start:6.1f} s] {name}", file=sys.stderr, flush=True)
+
+
+def _console() -> Console:
+    # Without a terminal rich assumes 80 columns and wraps file names; logs have room.
+    return Console() if sys.stdout.isatty() else Console(width=140, highlight=False)
+
+
+def print_export(report: ExportReport) -> None:
+    """The closing table and the next commands."""
+    table = Table(title=str(report.bundle), title_justify="left")
+    for name in ("target", "precision", "file", "size", "parity", "worst mixer", "run"):
+        table.add_column(name, no_wrap=True)
+    for artifact in report.artifacts:
+        parity, mixer = artifact.parity or {}, (artifact.parity or {}).get("worst_mixer")
+        table.add_row(
+            artifact.target,
+            artifact.precision,
+            artifact.file,
+            human_bytes(artifact.bytes),
+            f"{parity['snr_db']:.1f} dB (gate {parity['gate_db']:g})" if parity else artifact.verified,
+            f"{mixer['snr_db']:.1f} dB" if mixer else "-",
+            f"{artifact.run_ms:.1f} ms",
+        )
+    console = _console()
+    console.print(table)
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    bundle = shlex.quote(str(report.bundle))
+    print(f"exported in {report.seconds:.1f} s. Next:")
+    print(f"  pom-edge check {bundle}")
+    print(f"  pom-edge run {bundle} --input inputs.npz --output outputs.npz")
+
+
+def print_check(report: CheckReport) -> None:
+    """One row for each output, and for each layer when they were compared."""
+    table = Table(title=report.bundle, title_justify="left")
+    for name in ("artifact", "runtime", "value", "SNR", "gate", "max rel", "NaN/Inf", ""):
+        table.add_column(name, no_wrap=True)
+    for artifact in report.artifacts:
+        for name, metrics in [*artifact.outputs.items(), *artifact.layers.items()]:
+            table.add_row(
+                artifact.file,
+                artifact.runtime,
+                name,
+                f"{metrics.snr_db:.1f} dB",
+                f"{artifact.gate_db:g} dB",
+                f"{metrics.max_rel:.1e}",
+                str(metrics.nonfinite),
+                "ok" if metrics.passes(artifact.gate_db) else "FAILED",
+            )
+    _console().print(table)
+    for artifact in report.artifacts:
+        if artifact.diverges:
+            print(f"first layer that diverges: {artifact.diverges}")
+        for test in artifact.vacuous:
+            print(f"the gate is vacuous: it does not notice {test}")
+    print("passed" if report.passed else "failed")
+
+
+def print_info(facts: dict[str, Any]) -> None:
+    """Facts about a bundle or a checkpoint, one a line."""
+    for key, value in facts.items():
+        if key == "artifacts":
+            continue
+        print(f"{key:18} {_inline(value)}")
+    for artifact in facts.get("artifacts", []):
+        print(f"\n{artifact['file']}")
+        for key, value in artifact.items():
+            if key != "file" and value not in (None, {}, []):
+                print(f"  {key:16} {_inline(value)}")
+
+
+def print_doctor(facts: dict[str, Any]) -> None:
+    """What this machine can do, one fact a line."""
+    for section, values in facts.items():
+        print(section)
+        for key, value in values.items():
+            print(f"  {key:22} {_inline(value)}")
+
+
+def _inline(value: Any) -> str:
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_inline(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return "; ".join(_inline(item) for item in value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in binary units: 1536 -> 1.5 KiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

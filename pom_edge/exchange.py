@@ -1,0 +1,123 @@
+"""Replace a folder in one step: whoever looks sees the old one or the new one, never half of either.
+
+Linux exchanges two names atomically (renameat2 with RENAME_EXCHANGE). Elsewhere the old folder steps aside under a name
+that the next start recognises: if the new one did not arrive, the old one steps back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pom_edge.errors import InputError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+__all__ = ["recover", "replaced_folder", "writing_errors"]
+
+
+@contextlib.contextmanager
+def writing_errors(path: Path) -> Iterator[None]:
+    """Turn a refusal of the file system into one clear error.
+
+    Raises:
+        InputError: the disk is full, the place is not writable, the name is taken.
+    """
+    try:
+        yield
+    except OSError as error:
+        reasons = {
+            errno.ENOSPC: "the disk is full; free some space",
+            errno.EDQUOT: "the disk quota is used up; free some space",
+            errno.EACCES: "no permission to write there; choose another --out",
+            errno.EPERM: "no permission to write there; choose another --out",
+            errno.EROFS: "the file system is read-only; choose another --out",
+            errno.ENOENT: "the folder to write into does not exist; create it first",
+            errno.ENOTDIR: "a part of the path is a file; choose another --out",
+        }
+        code = error.errno if error.errno is not None else -1
+        reason = reasons.get(code, error.strerror or str(error))
+        raise InputError(f"cannot write {path}: {reason} (nothing was changed)") from error
+    except Exception as error:
+        # safetensors and onnx wrap the system's error in their own; its number is only in the text
+        if "os error 28" in str(error) or "No space left" in str(error):
+            raise InputError(f"cannot write {path}: the disk is full; free some space (nothing was changed)") from error
+        raise
+
+
+@contextlib.contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside ``path`` that takes its place when the block ends well; otherwise it is removed.
+
+    Raises:
+        InputError: the place cannot be written.
+    """
+    with writing_errors(path):
+        for stale in path.parent.glob(f".{path.name}.new-*"):
+            shutil.rmtree(stale, ignore_errors=True)  # what a killed run left behind
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
+    try:
+        yield folder
+        with writing_errors(path):
+            os.chmod(folder, 0o777 & ~_umask())  # mkdtemp makes it private
+            _sync(folder)
+            _put_in_place(folder, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Finish or undo an exchange that was interrupted where it is not atomic."""
+    old = _aside(path)
+    if not old.exists():
+        return
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)  # the new folder arrived: the old one is done with
+    else:
+        os.rename(old, path)
+
+
+def _put_in_place(folder: Path, path: Path) -> None:
+    if not path.exists():
+        os.rename(folder, path)
+    elif not _exchange(folder, path):  # after an exchange `folder` holds the old bundle, and the caller removes it
+        old = _aside(path)
+        os.rename(path, old)
+        os.rename(folder, path)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names atomically; False where the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    return bool(libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _sync(folder: Path) -> None:
+    """Bytes reach the disk before the name does, so that a power cut cannot leave an empty bundle."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+
+
+def _umask() -> int:
+    current = os.umask(0o022)
+    os.umask(current)
+    return current

@@ -1,0 +1,151 @@
+"""`pom-edge info` and `pom-edge doctor`: facts, gathered without importing what is heavy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pom_edge.bundle import Bundle, is_bundle
+from pom_edge.errors import InputError
+
+# what each target needs here, and the line that installs it
+NEEDS = {
+    "export": (("torch", "onnx", "onnxscript", "onnxruntime"), "pip install 'pom-edge[export]'"),
+    "run and check (ort)": (("onnxruntime",), "pip install 'pom-edge[ort]'"),
+    "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
+}
+
+__all__ = ["describe", "diagnose"]
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a bundle or a checkpoint holds.
+
+    Raises:
+        InputError: neither; or a checkpoint where torch is not installed.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist; expected a .pom bundle or a checkpoint")
+    if path.is_dir():
+        return _describe_bundle(path)
+    from pom_edge.pipeline import load_torch
+
+    load_torch()
+    from pom_edge.checkpoint import load_checkpoint
+
+    loaded = load_checkpoint(path)
+    model = loaded.model
+    parameters = sum(p.numel() for p in model.parameters()) if model is not None else None
+    return {
+        "name": path.stem,
+        "format": loaded.format,
+        "model": loaded.config.to_dict() if loaded.config is not None else repr(loaded.layer or type(model).__name__),
+        "parameters": parameters,
+        "published_layout": loaded.published_layout,
+        "class_names": loaded.class_names,
+        "samples": {name: list(tensor.shape) for name, tensor in loaded.samples.items()},
+        "warnings": loaded.warnings,
+        "artifacts": [],
+    }
+
+
+def _describe_bundle(path: Path) -> dict[str, Any]:
+    if not is_bundle(path):
+        raise InputError(f"{path} is a folder without manifest.json; expected a .pom bundle or a checkpoint file")
+    manifest = Bundle.open(path).manifest
+    tokens = next((s for a in manifest.artifacts for i in a.inputs for s in i.shape if s == "tokens"), None)
+    return {
+        "name": manifest.name,
+        "format": f"{manifest.format} {manifest.version}",
+        "producer": manifest.producer,
+        "created": manifest.created,
+        "tools": manifest.tools,
+        "model": manifest.model,
+        "tokens": "free" if tokens else "fixed",
+        "published_layout": manifest.published_layout,
+        "class_names": manifest.class_names,
+        "golden": [f"{case.name} ({case.kind}): {case.description}" for case in manifest.golden],
+        "warnings": manifest.warnings,
+        "bytes": sum(entry.bytes for entry in manifest.files),
+        "artifacts": [
+            {
+                "file": artifact.file,
+                "target": artifact.target,
+                "form": artifact.form,
+                "precision": artifact.precision,
+                "verified": artifact.verified,
+                "inputs": [str(spec) for spec in artifact.inputs],
+                "outputs": [str(spec) for spec in artifact.outputs],
+                "opset": artifact.opset,
+                "ir_version": artifact.ir_version,
+                "weights": artifact.census,
+                "mixers": list(artifact.mixers),
+                "parity": artifact.parity,
+                "notes": artifact.notes,
+            }
+            for artifact in manifest.artifacts
+        ],
+    }
+
+
+def diagnose() -> dict[str, dict[str, Any]]:
+    """Facts about this machine: versions, processor, memory, and what each step is missing."""
+    packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy")
+    return {
+        "machine": {
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "vector units": _vector_units(),
+            "memory": _memory(),
+            "free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
+        },
+        "packages": {name: _version(name) for name in packages},
+        "can do": {step: _missing(modules, line) for step, (modules, line) in NEEDS.items()},
+    }
+
+
+def _missing(modules: tuple[str, ...], install: str) -> str:
+    absent = [name for name in modules if find_spec(name) is None]
+    return "ready" if not absent else f"missing {', '.join(absent)}; run: {install}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_field(name: str) -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def _processor() -> str:
+    return _cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def _vector_units() -> str:
+    """The extensions that decide speed, and whether INT8 kernels without VNNI saturate."""
+    flags = set((_cpu_field("flags") or _cpu_field("Features") or "").split())
+    known = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8mm")
+    return ", ".join(flag for flag in known if flag in flags) or "unknown"
+
+
+def _memory() -> str:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, free = (int(fields[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError):
+        return "unknown"
+    return f"{total:.1f} GiB, {free:.1f} GiB available"

@@ -1,0 +1,164 @@
+"""What is exported: a module or a program, with example inputs and everything the checkpoint says about it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pom_edge.checkpoint import LoadedModel, load_checkpoint, load_example
+from pom_edge.errors import InputError
+from pom_edge.export.forms import LAYER_MASKS, LayerModel, layer_example
+from pom_edge.mixer import CumulativePoM, PoM
+from pom_edge.models import ModelConfig, example_inputs
+
+if TYPE_CHECKING:
+    from pom_edge.pipeline import ExportOptions
+
+__all__ = ["Subject", "subject_from_file", "subject_from_model"]
+
+
+@dataclass
+class Subject:
+    """A model ready to be exported.
+
+    Attributes:
+        module: the module (for a ``.pt2`` the program's module).
+        program: the ExportedProgram of a ``.pt2``.
+        example: one tensor for each input, by tensor name.
+        info: what the manifest says about the model.
+        samples: real inputs that the checkpoint carried.
+    """
+
+    module: nn.Module
+    example: dict[str, Tensor]
+    info: dict[str, Any]
+    program: torch.export.ExportedProgram | None = None
+    samples: dict[str, Tensor] | None = None
+    published_layout: str | None = None
+    class_names: list[str] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def subject_from_file(path: Path, options: ExportOptions) -> Subject:
+    """Read a model file as the options say.
+
+    Raises:
+        CheckpointError: the file is not what it claims to be.
+        InputError: a factory's model without example inputs, or options that do not apply to this kind of file.
+    """
+    loaded = load_checkpoint(
+        path,
+        factory=options.factory,
+        layout=options.layout,
+        degree=options.degree,
+        clamp=options.clamp,
+        unsafe_pickle=options.unsafe_pickle,
+    )
+    if loaded.exported_program is not None:
+        return _from_program(loaded, options)
+    if loaded.model is None:
+        raise InputError(f"{path.name} holds no model")
+    if loaded.layer is not None:
+        subject = _from_layer(loaded.layer, options)
+    else:
+        subject = _from_module(loaded.model, loaded.config, options, loaded.samples)
+    subject.samples = loaded.samples or None
+    subject.published_layout = loaded.published_layout
+    subject.class_names = loaded.class_names
+    subject.warnings = loaded.warnings
+    return subject
+
+
+def subject_from_model(model: nn.Module, options: ExportOptions) -> Subject:
+    """A model that is in memory already."""
+    if isinstance(model, (PoM, CumulativePoM)):
+        return _from_layer(model, options)
+    config = getattr(model, "config", None)
+    return _from_module(model, config if isinstance(config, ModelConfig) else None, options, {})
+
+
+def _from_layer(layer: PoM | CumulativePoM, options: ExportOptions) -> Subject:
+    if options.mask not in LAYER_MASKS:
+        raise InputError(f"--mask is {options.mask!r}; expected one of {', '.join(LAYER_MASKS)}")
+    mask = options.mask
+    example = _example(options, None) or layer_example(layer, mask)  # type: ignore[arg-type]
+    settings = {"dim": layer.dim, "degree": layer.degree, "expand": layer.expand, "bias": layer.bias}
+    if isinstance(layer, PoM):
+        names = ("n_groups", "n_sel_heads", "rotary", "rotary_base", "clamp_max", "gate", "first_power")
+        settings |= {name: getattr(layer, name) for name in names}
+    info = {"kind": "layer", "class": type(layer).__name__, "mask": mask, **settings}
+    return Subject(LayerModel(layer, mask).eval(), example, info)  # type: ignore[arg-type]
+
+
+def _from_module(
+    model: nn.Module, config: ModelConfig | None, options: ExportOptions, samples: Mapping[str, Tensor]
+) -> Subject:
+    if options.mask != "none":
+        raise InputError("--mask is for the bare published layers; a whole model says itself how its mixers are masked")
+    example = _example(options, model)
+    if not example and config is not None:
+        example = example_inputs(config)
+    if not example and samples:
+        example = {name: tensor[:2] for name, tensor in samples.items()}
+    if not example:
+        raise InputError(
+            f"{type(model).__name__} needs example inputs to be traced; give --example FILE (.npz, .safetensors) or "
+            "--example module:callable (from Python: example_inputs={...}), named as the arguments of forward"
+        )
+    info: dict[str, Any] = {"kind": "module", "class": type(model).__name__}
+    if config is not None:
+        info = {"kind": config.kind, "class": type(model).__name__, "config": config.to_dict()}
+    return Subject(model.eval(), example, info)
+
+
+def _from_program(loaded: LoadedModel, options: ExportOptions) -> Subject:
+    program = loaded.exported_program
+    assert isinstance(program, torch.export.ExportedProgram)
+    if options.tokens is not None or options.batch is not None or options.mask != "none":
+        raise InputError(
+            "--tokens, --batch and --mask do not apply to a .pt2: its shapes were fixed when it was exported"
+        )
+    args, kwargs = program.example_inputs or ((), {})
+    names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    example = _example(options, None) or dict(zip(names, tensors, strict=False))
+    info = {"kind": "program", "class": "ExportedProgram"}
+    return Subject(_ByPosition(program.module(), names), example, info, program, warnings=loaded.warnings)
+
+
+class _ByPosition(nn.Module):
+    """A program takes its inputs by position; sessions name them."""
+
+    def __init__(self, module: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.names = names
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """Call by the order of the program's inputs."""
+        return self.module(*(inputs[name] for name in self.names))
+
+
+def _example(options: ExportOptions, model: nn.Module | None) -> dict[str, Tensor]:
+    """Example inputs from ``--example``, from Python, or none."""
+    given = options.example
+    if given is None:
+        return {}
+    inputs = load_example(given) if isinstance(given, str) else {k: torch.as_tensor(v) for k, v in given.items()}
+    if model is not None and "x" in inputs:
+        inputs = _rename_first(inputs, model)
+    return inputs
+
+
+def _rename_first(inputs: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A lone ``x`` (a .npy file has no names) stands for the first argument of forward, whatever its name."""
+    parameters = [p.name for p in inspect.signature(model.forward).parameters.values()]
+    if "x" in parameters or len(inputs) != 1 or not parameters:
+        return inputs
+    return {parameters[0]: inputs["x"]}

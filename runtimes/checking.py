@@ -1,0 +1,109 @@
+"""Check an artifact against the PyTorch answers in its bundle: no torch needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pom_edge.errors import BundleError
+from pom_edge.runtimes.layers import first_divergence
+from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, worst
+from pom_edge.runtimes.session import Session, open_session
+
+__all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
+
+
+@dataclass
+class ArtifactCheck:
+    """One artifact against its golden data: the worst figures over all cases."""
+
+    file: str
+    runtime: str
+    precision: str
+    gate_db: float
+    outputs: dict[str, Metrics] = field(default_factory=dict)
+    cases: list[str] = field(default_factory=list)
+    vacuity: list[Vacuity] = field(default_factory=list)
+    diverges: str | None = None
+    layers: dict[str, Metrics] = field(default_factory=dict)
+
+    @property
+    def vacuous(self) -> list[str]:
+        """Tests that should have failed the gate and did not."""
+        return [result.test for result in self.vacuity if result.caught is False]
+
+    @property
+    def passed(self) -> bool:
+        """Every output (and layer, if asked for) holds the gate, and the gate can fail."""
+        values = [*self.outputs.values(), *self.layers.values()]
+        return bool(self.outputs) and all(m.passes(self.gate_db) for m in values) and not self.vacuous
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "file": self.file,
+            "runtime": self.runtime,
+            "precision": self.precision,
+            "outputs": {name: metrics.to_dict() for name, metrics in self.outputs.items()},
+            "gate_db": self.gate_db,
+            "cases": self.cases,
+            "vacuity": [{"test": v.test, "caught": v.caught, "note": v.note} for v in self.vacuity],
+            "layers": {name: metrics.to_dict() for name, metrics in self.layers.items()},
+            "diverges": self.diverges,
+            "passed": self.passed,
+        }
+
+
+@dataclass
+class CheckReport:
+    """The result of a check."""
+
+    bundle: str
+    artifacts: list[ArtifactCheck]
+
+    @property
+    def passed(self) -> bool:
+        """Every artifact passed; checking none is no pass."""
+        return bool(self.artifacts) and all(artifact.passed for artifact in self.artifacts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values (docs/cli.md)."""
+        return {"passed": self.passed, "artifacts": [artifact.to_dict() for artifact in self.artifacts]}
+
+
+def check_session(session: Session, layers: bool = False) -> CheckReport:
+    """Run every golden case through an open session.
+
+    Raises:
+        BundleError: the bundle carries no golden data.
+    """
+    gate_db = GATES_DB[session.artifact.precision]
+    check = ArtifactCheck(session.artifact.file, session.runtime, session.artifact.precision, gate_db)
+    found: dict[str, list[Metrics]] = {}
+    for case, inputs, reference in session.bundle.cases():
+        comparison = compare(reference, session.run_named(inputs), gate_db)
+        for name, metrics in comparison.values.items():
+            found.setdefault(name, []).append(metrics)
+        check.cases.append(case.name)
+        check.vacuity += prove_not_vacuous(reference, gate_db)
+    if not found:
+        raise BundleError(f"{session.bundle.path.name} carries no golden data: nothing can be checked; export again")
+    check.outputs = {name: worst(metrics) for name, metrics in found.items()}
+    if layers:
+        check.layers = first_divergence(session.bundle, session.artifact)
+        check.diverges = next((name for name, m in check.layers.items() if not m.passes(gate_db)), None)
+    return CheckReport(session.bundle.path.name, [check])
+
+
+def check_bundle(
+    path: str | PathLike[str],
+    runtime: str = "ort",
+    artifact: str | None = None,
+    layers: bool = False,
+    threads: int | None = None,
+) -> CheckReport:
+    """Open and check a bundle; arguments as in :func:`pom_edge.runtimes.open_session`."""
+    with open_session(Path(path), runtime=runtime, artifact=artifact, threads=threads) as session:
+        return check_session(session, layers=layers)

@@ -1,0 +1,72 @@
+"""ONNX Runtime on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pom_edge.bundle import Artifact, Bundle
+from pom_edge.errors import BundleError, InputError, require
+from pom_edge.runtimes.session import Session
+
+PROVIDER = "CPUExecutionProvider"
+
+__all__ = ["OnnxRuntimeSession", "native_session"]
+
+
+def native_session(model: str | bytes, threads: int | None = None) -> Any:
+    """An ``onnxruntime.InferenceSession`` with our options.
+
+    The memory pattern is off: a third less peak memory at no cost in time (measured), and lengths vary here.
+
+    Raises:
+        MissingExtraError: onnxruntime is not installed.
+        InputError: the provider that runs is not the one asked for.
+    """
+    ort = require("onnxruntime", "export")
+    options = ort.SessionOptions()
+    options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    session = ort.InferenceSession(model, options, providers=[PROVIDER])
+    active = session.get_providers()[0]
+    if active != PROVIDER:  # onnxruntime#23372: a provider that cannot load is replaced without a word
+        raise InputError(f"ONNX Runtime runs on {active}, asked for {PROVIDER}")
+    return session
+
+
+class OnnxRuntimeSession(Session):
+    """An ONNX artifact in ONNX Runtime."""
+
+    extension = ".onnx"
+
+    def __init__(self, bundle: Bundle, artifact: Artifact, threads: int | None = None) -> None:
+        super().__init__(bundle, artifact)
+        self._version = require("onnxruntime", "export").__version__
+        try:
+            self._native = native_session(str(bundle.path / artifact.file), threads)
+        except InputError:
+            raise
+        except Exception as error:  # onnxruntime raises its own family of exceptions
+            raise BundleError(f"ONNX Runtime {self._version} cannot load {artifact.file}: {error}") from error
+
+    @property
+    def runtime(self) -> str:
+        return f"onnxruntime {self._version} (CPU)"
+
+    def _execute(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._native is None:
+            raise InputError("this session is closed; open another one")
+        names = [spec.name for spec in self.outputs]
+        try:
+            return dict(zip(names, self._native.run(names, inputs), strict=True))
+        except Exception as error:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
+            raise InputError(
+                f"ONNX Runtime {self._version} cannot run {self.artifact.file} on {shapes}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        self._native = None
