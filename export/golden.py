@@ -69,9 +69,7 @@ def golden_cases(
     return cases
 
 
-def _sizes(
-    example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent
-) -> Iterator[tuple[str, dict[str, int]]]:
+def _sizes(example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent) -> Iterator[tuple[str, dict[str, int]]]:
     base = axis_sizes(example, axes)
     wanted = {
         "example": (2, base.get(TOKENS, 2)),

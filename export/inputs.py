@@ -107,9 +107,7 @@ def plan_axes(inputs: dict[str, Tensor], batch: Extent, tokens: Extent) -> Axes:
 def _second_axis(name: str, tensor: Tensor, inputs: dict[str, Tensor], lengths: dict[str, int]) -> int | str:
     first = next(iter(inputs))
     if name == first:
-        return (
-            int(tensor.shape[1]) if tensor.ndim == 2 and tensor.is_floating_point() else TOKENS
-        )  # (B, features) is fixed
+        return int(tensor.shape[1]) if tensor.ndim == 2 and tensor.is_floating_point() else TOKENS  # (B, features) is fixed
     if name == "context" or (name == "mask" and "context" in inputs):
         return CONTEXT
     if name == "mask" or tensor.shape[1] == lengths.get(first):

@@ -68,21 +68,15 @@ def standard_domain(context: GraphContext) -> Iterator[Finding]:
     """Only operators of the ONNX standard, at the expected opset and a file version that runtimes know."""
     for node in graph_nodes(context.model):
         if node.domain not in ("", "ai.onnx"):
-            yield Finding(
-                "standard-domain", str(node.name), f"operator {node.domain}::{node.op_type} is not standard ONNX"
-            )
+            yield Finding("standard-domain", str(node.name), f"operator {node.domain}::{node.op_type} is not standard ONNX")
     extra = sorted(set(context.model.opset_imports) - {"", "ai.onnx"})
     if extra or context.model.functions:
-        yield Finding(
-            "standard-domain", "graph", f"imports {extra or 'local functions'}; expected the standard domain alone"
-        )
+        yield Finding("standard-domain", "graph", f"imports {extra or 'local functions'}; expected the standard domain alone")
     found = context.model.opset_imports.get("")
     if found != context.opset:
         yield Finding("opset", "graph", f"opset {found}, expected {context.opset}")
     if context.model.ir_version > MAX_IR_VERSION:
-        yield Finding(
-            "ir-version", "graph", f"IR version {context.model.ir_version}, expected at most {MAX_IR_VERSION}"
-        )
+        yield Finding("ir-version", "graph", f"IR version {context.model.ir_version}, expected at most {MAX_IR_VERSION}")
 
 
 def no_control_flow(context: GraphContext) -> Iterator[Finding]:
@@ -105,9 +99,7 @@ def finite_half_constants(context: GraphContext) -> Iterator[Finding]:
         if value.dtype in HALF and value.const_value is not None:
             largest = np.abs(value.const_value.numpy().astype(np.float64)).max(initial=0.0)
             if not largest <= FP16_MAX:
-                yield Finding(
-                    "half-constant", users, f"constant {value.name!r} reaches {largest}; FP16 ends at {FP16_MAX}"
-                )
+                yield Finding("half-constant", users, f"constant {value.name!r} reaches {largest}; FP16 ends at {FP16_MAX}")
 
 
 def cumsum_is_portable(context: GraphContext) -> Iterator[Finding]:
@@ -117,13 +109,9 @@ def cumsum_is_portable(context: GraphContext) -> Iterator[Finding]:
         if node.op_type != "CumSum":
             continue
         if context.for_tensorrt:
-            yield Finding(
-                "cumsum", str(node.name), "CumSum in a graph meant for TensorRT too; use the MatMul running sum"
-            )
+            yield Finding("cumsum", str(node.name), "CumSum in a graph meant for TensorRT too; use the MatMul running sum")
         if node.attributes.get_int("reverse", 0) or node.attributes.get_int("exclusive", 0):
-            yield Finding(
-                "cumsum", str(node.name), "reverse or exclusive CumSum; only the forward, inclusive one is portable"
-            )
+            yield Finding("cumsum", str(node.name), "reverse or exclusive CumSum; only the forward, inclusive one is portable")
         axis = node.inputs[1]
         axes.add(str(axis.const_value.numpy()) if axis is not None and axis.const_value is not None else "variable")
         if len(axes) > 1:
@@ -137,9 +125,7 @@ def symmetric_int8(context: GraphContext) -> Iterator[Finding]:
             continue
         zero = node.inputs[2] if len(node.inputs) > 2 else None
         if zero is None or zero.dtype != ir.DataType.INT8:
-            kind = (
-                "no zero point (uint8 in ONNX, INT8 in TensorRT)" if zero is None else f"a zero point of {zero.dtype}"
-            )
+            kind = "no zero point (uint8 in ONNX, INT8 in TensorRT)" if zero is None else f"a zero point of {zero.dtype}"
             yield Finding("int8-zero-point", str(node.name), f"QuantizeLinear has {kind}; expected int8 0")
         elif zero.const_value is None or zero.const_value.numpy().any():
             yield Finding("int8-zero-point", str(node.name), "QuantizeLinear has a zero point other than 0")
@@ -166,9 +152,7 @@ def free_axes_are_free(context: GraphContext) -> Iterator[Finding]:
     for value in context.model.graph.outputs:
         reached = " ".join(str(dim) for dim in value.shape or () if not isinstance(dim, int))
         if BATCH in free and BATCH not in reached:
-            yield Finding(
-                "free-axes", f"output {value.name}", f"shape {value.shape} lost the batch axis: the model pins it"
-            )
+            yield Finding("free-axes", f"output {value.name}", f"shape {value.shape} lost the batch axis: the model pins it")
 
 
 def no_square_tensor(context: GraphContext) -> Iterator[Finding]:
@@ -195,9 +179,7 @@ def linear_cost(context: GraphContext) -> Iterator[Finding]:
     once, four = graph_cost(context.model, sizes), graph_cost(context.model, _sizes(context.model, 4 * GROWTH_TOKENS))
     for name, growth in (("operations", four.flops / once.flops), ("bytes", four.bytes / once.bytes)):
         if growth > MAX_GROWTH:
-            yield Finding(
-                "linear-cost", "graph", f"{name} grow {growth:.2f}x from N to 4 N; expected at most {MAX_GROWTH}x"
-            )
+            yield Finding("linear-cost", "graph", f"{name} grow {growth:.2f}x from N to 4 N; expected at most {MAX_GROWTH}x")
 
 
 RULES: tuple[Rule, ...] = (

@@ -261,9 +261,7 @@ class LoweredPoM(nn.Module):
             return None
         if positions is None:
             if self.mixer.rotary == "2d":
-                raise InputError(
-                    "2-D rotary positions are needed: give an example input 'positions' of shape (tokens, 2)"
-                )
+                raise InputError("2-D rotary positions are needed: give an example input 'positions' of shape (tokens, 2)")
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.tables(positions.unsqueeze(-1) if positions.ndim == 1 else positions)  # type: ignore[no-any-return]
 
@@ -284,9 +282,17 @@ class LoweredCumulativePoM(nn.Module):
         self.po_proj, self.se_proj, self.ag_proj = mixer.po_proj, mixer.se_proj, mixer.ag_proj
 
     def forward(
-        self, x: Tensor, context: Tensor | None = None, mask: Mask = None, causal: bool = False, **unused: None
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Mask = None,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """As :meth:`pom_edge.mixer.Mixer.forward`."""
+        if positions is not None or context_positions is not None:
+            raise InputError("positions were given, but this mixer has no rotary positions")
         if isinstance(mask, str):
             mask, causal = None, True
         source = x if context is None else context

@@ -250,9 +250,7 @@ def save_graph(model: ir.Model, path: Path, metadata: dict[str, str]) -> list[st
     model.producer_name = metadata.get("producer", "pom-edge")
     model.producer_version = metadata.get("version")
     model.metadata_props.update(metadata)
-    weights = sum(
-        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
-    )
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     external = f"{path.name}.data" if weights > EXTERNAL_BYTES else None
     ir.save(model, path, external_data=external)
     return [path.name] if external is None else [path.name, external]

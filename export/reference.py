@@ -33,9 +33,7 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
         pairs = []
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError(
-            f"the model returned {type(result).__name__} without a tensor; expected a tensor, tuple or dict"
-        )
+        raise InputError(f"the model returned {type(result).__name__} without a tensor; expected a tensor, tuple or dict")
     return {"y" if i == 0 else name: value for i, (name, value) in enumerate(tensors)}
 
 
@@ -60,9 +58,7 @@ class Taps:
             self._handles.append(self._model.get_submodule(name).register_forward_hook(self._hook(name)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for handle in self._handles:
             handle.remove()
 

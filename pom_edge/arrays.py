@@ -22,9 +22,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         InputError: no such file, another format, or a damaged file.
     """
     if path.suffix not in FORMATS:
-        raise InputError(
-            f"{path.name} is not one of {', '.join(FORMATS)}; save the inputs with numpy.savez(path, x=...)"
-        )
+        raise InputError(f"{path.name} is not one of {', '.join(FORMATS)}; save the inputs with numpy.savez(path, x=...)")
     if not path.is_file():
         raise InputError(f"{path} does not exist or is not a file; expected a file of arrays by tensor name")
     try:

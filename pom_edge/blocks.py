@@ -2,8 +2,8 @@
 
     x <- x + mixer(norm1(x));  x <- x + ff(norm2(x)),  ff = Linear, GELU, Linear
 
-Every mixer is called alike, ``mixer(x, mask=, positions=, causal=)``, so that hybrids need no branches. Shapes: B batch,
-N tokens, d model width, H attention heads, e = d / H.
+Every mixer is called alike, ``mixer(x, mask=, positions=, causal=)``, so that hybrids need no branches.
+Shapes: B batch, N tokens, d model width, H attention heads, e = d / H, w window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pom_edge.config import ModelConfig
 from pom_edge.mixer import PoM
 
-# What a masked score gets: exp() of it is 0 in every precision, yet it fits FP16, where -inf and finfo.min make NaN rows.
+# What a masked score gets: exp() of it is 0 in every precision, yet it fits FP16, where finfo.min becomes -inf
+# (coremltools#2669) and -inf makes NaN of a row that sees nothing.
 MASKED = -30000.0
 
 __all__ = ["Attention", "Block", "FullAttention", "LocalAttention", "build_mixer"]
@@ -32,9 +33,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.ff = nn.Sequential(nn.Linear(config.dim, hidden), nn.GELU(), nn.Linear(hidden, config.dim))
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False) -> Tensor:
         """(B, N, d) -> (B, N, d)."""
         x = x + self.mixer(self.norm1(x), mask=mask, positions=positions, causal=causal)
         x = x + self.ff(self.norm2(x))
@@ -69,7 +68,11 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,  # noqa: ARG002  # only PoM blocks rotate, but every mixer is called alike
+        causal: bool = False,
     ) -> Tensor:
         """Attend.
 
@@ -77,15 +80,17 @@ class Attention(nn.Module):
             x: tokens, (B, N, d).
             mask: (B, N) of 0/1 or bool, 1 for tokens that may be seen. Weights count as 1. Where a token sees none, its
                 output is meaningless but finite.
-            positions: unused (only PoM blocks rotate); here so that every mixer is called alike.
+            positions: not used.
             causal: token t sees tokens 0..t only.
 
         Returns:
             (B, N, d).
         """
-        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, N, e)
-        y = self.attend(q, k, v, mask, causal)
-        return self.out_proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        qkv: Tensor = self.qkv_proj(x)
+        qkv = qkv.reshape(*x.shape[:2], 3, self.n_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, N, e)
+        y: Tensor = self.out_proj(self.attend(q, k, v, mask, causal).transpose(1, 2).flatten(2))
+        return y
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """q, k, v and the result are (B, H, N, e)."""
@@ -106,8 +111,9 @@ class FullAttention(Attention):
 
 
 class LocalAttention(Attention):
-    """Every token sees its neighbourhood, in memory linear in N: queries in blocks of ``window`` tokens, each against its own
-    keys and those of the adjacent blocks.
+    """Every token sees its neighbourhood, in memory linear in N.
+
+    Queries come in blocks of w tokens; each block looks at its own keys and at those of the adjacent blocks.
 
     Args:
         dim, n_heads: d and H.
@@ -125,32 +131,33 @@ class LocalAttention(Attention):
         tokens = q.shape[2]
         blocks = block_count(tokens, self.window)
         padding = blocks * self.window - tokens
-        # Blocks and their neighbours lie on axes 2 and 3: queries (B, H, blocks, w, e), keys (B, H, blocks, c w, e) with
-        # c = 2 (previous, own) or 3 (previous, own, next).
-        q = F.pad(q, (0, 0, 0, padding)).unflatten(2, (blocks, self.window))
-        k, v = (self._with_neighbours(F.pad(t, (0, 0, 0, padding)), blocks, causal) for t in (k, v))
-        admitted = torch.ones_like(q[:, :1, 0, 0, 0]).expand(-1, tokens) if mask is None else (mask > 0).to(q.dtype)
-        admitted = F.pad(admitted, (0, padding))[:, None, :, None]  # (B, 1, N + padding, 1)
-        admitted = self._with_neighbours(admitted, blocks, causal).transpose(-1, -2) > 0  # (B, 1, blocks, 1, c w)
-        seen = admitted & self.band(causal, q.device)  # (B, 1, blocks, w, c w)
+        q, k, v = (F.pad(t, (0, 0, 0, padding)) for t in (q, k, v))  # (B, H, blocks w, e)
+        q = q.reshape(*q.shape[:2], blocks, self.window, -1)
+        k, v = (self._with_neighbours(t, blocks, causal) for t in (k, v))  # (B, H, blocks, c w, e), c = 2 or 3
+        admitted = q.new_ones(1, tokens) if mask is None else (mask > 0).to(q.dtype)
+        admitted = F.pad(admitted, (0, padding))[:, None, :, None]  # (B or 1, 1, blocks w, 1)
+        admitted = self._with_neighbours(admitted, blocks, causal).transpose(-1, -2) > 0  # (.., blocks, 1, c w)
+        seen = admitted & self.band(causal, q.device)  # (.., blocks, w, c w)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + score_bias(seen, q.dtype)
-        return (scores.softmax(-1) @ v).flatten(2, 3)[:, :, :tokens]
+        y: Tensor = scores.softmax(-1) @ v  # (B, H, blocks, w, e)
+        return y.flatten(2, 3)[:, :, :tokens]
 
     def band(self, causal: bool, device: torch.device) -> Tensor:
         """Which key of the row of adjacent blocks (c w) each query of a block (w) sees, bool (w, c w)."""
         own = torch.arange(self.window, device=device)
         keys = torch.arange(-self.window, self.window if causal else 2 * self.window, device=device)
-        distance = own[:, None] - keys
-        return (distance >= 0) & (distance < self.window) if causal else distance.abs() <= self.window // 2
+        distance: Tensor = own[:, None] - keys
+        if causal:
+            return (distance >= 0) & (distance < self.window)
+        return distance.abs() <= self.window // 2
 
     def _with_neighbours(self, t: Tensor, blocks: int, causal: bool) -> Tensor:
-        """(B, H, blocks w, e) -> (B, H, blocks, c w, e): each block behind its predecessor and, unless causal, before its
-        successor; zeros at the ends."""
+        """(B, H, blocks w, e) -> (B, H, blocks, c w, e): previous, own and (not causal) next block; zeros outside."""
         shifts = (-1, 0) if causal else (-1, 0, 1)
         w, tokens = self.window, t.shape[2]
         padded = F.pad(t, (0, 0, w, w))  # (B, H, w + blocks w + w, e)
-        rows = [padded[:, :, (1 + s) * w : (1 + s) * w + tokens].unflatten(2, (blocks, w)) for s in shifts]
-        return torch.cat(rows, dim=3)
+        rows = [padded[:, :, (1 + s) * w : (1 + s) * w + tokens] for s in shifts]
+        return torch.cat([row.reshape(*row.shape[:2], blocks, w, -1) for row in rows], dim=3)
 
 
 def score_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -147,9 +147,7 @@ class Bundle:
         for artifact in manifest.artifacts:
             unlisted = [file for file in (artifact.file, *artifact.files) if file not in listed]
             if unlisted:
-                raise BundleError(
-                    f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again"
-                )
+                raise BundleError(f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again")
         return cls(path, manifest)
 
     def cases(self) -> Iterator[tuple[GoldenCase, dict[str, np.ndarray], dict[str, np.ndarray]]]:
@@ -177,9 +175,7 @@ def read_manifest(path: Path) -> Manifest:
         BundleError: not a bundle, an unknown version, or a manifest that does not fit its schema.
     """
     if not path.exists():
-        raise BundleError(
-            f"{path} does not exist; expected a .pom bundle. Make one with: pom-export model.pt --out {path}"
-        )
+        raise BundleError(f"{path} does not exist; expected a .pom bundle. Make one with: pom-export model.pt --out {path}")
     if not is_bundle(path):
         raise BundleError(f"{path} is not a bundle (no {MANIFEST} in it); expected a folder made by pom-export")
     try:
@@ -189,7 +185,7 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BundleError(f"{path.name}/{MANIFEST} is not a {FORMAT} manifest; expected a folder made by pom-export")
     version = content.get("version")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise BundleError(
             f"{path.name} has manifest version {version!r}, this pom-edge reads 1 to {VERSION}; "
             "update with: pip install --upgrade pom-edge"
@@ -206,9 +202,7 @@ def _verify(folder: Path, entry: FileEntry) -> None:
     """Path, existence, size and hash of one file, in this order."""
     pure = PurePosixPath(entry.path)
     if pure.is_absolute() or ".." in pure.parts or "\\" in entry.path or ":" in entry.path or not pure.parts:
-        raise BundleError(
-            f"{folder.name}: the manifest lists {entry.path!r}, which leaves the folder; do not use this bundle"
-        )
+        raise BundleError(f"{folder.name}: the manifest lists {entry.path!r}, which leaves the folder; do not use this bundle")
     path = folder / pure
     if not path.is_file():
         raise BundleError(f"{folder.name}: {entry.path} is missing; copy the whole folder again, or export again")
@@ -216,9 +210,7 @@ def _verify(folder: Path, entry: FileEntry) -> None:
         raise BundleError(f"{folder.name}: {entry.path} is a link out of the folder; do not use this bundle")
     size = path.stat().st_size
     if size != entry.bytes:
-        raise BundleError(
-            f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again"
-        )
+        raise BundleError(f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again")
     if sha256_of(path) != entry.sha256:
         raise BundleError(
             f"{folder.name}: {entry.path} was changed after the export (sha256 differs); copy the folder again, or export again"

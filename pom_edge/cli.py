@@ -61,25 +61,15 @@ def export_command(
     target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[list[str] | None, typer.Option(help="fp32 (repeatable).  [default: fp32]")] = None,
     form: Annotated[str, typer.Option(help="parallel: x -> y.")] = "parallel",
-    tokens: Annotated[
-        str | None, typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it; default: free.")
-    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it; default: free.")] = None,
     batch: Annotated[str | None, typer.Option(help="N or MIN:OPT:MAX; default: free.")] = None,
     mask: Annotated[str, typer.Option(help="Published layers: none, padding or causal.")] = "none",
     factory: Annotated[str | None, typer.Option(help="module:callable that returns the nn.Module.")] = None,
-    example: Annotated[
-        str | None, typer.Option(help="Example inputs: FILE (.npz, .safetensors) or module:callable.")
-    ] = None,
+    example: Annotated[str | None, typer.Option(help="Example inputs: FILE (.npz, .safetensors) or module:callable.")] = None,
     layout: Annotated[str | None, typer.Option(help="Published layers: name of the checkpoint layout.")] = None,
-    degree: Annotated[
-        int | None, typer.Option(help="Published layers: polynomial degree, where shapes do not tell.")
-    ] = None,
-    clamp: Annotated[
-        float | None, typer.Option(help="Published layers: upper bound of the activation (6, or 1).")
-    ] = None,
-    unsafe_pickle: Annotated[
-        bool, typer.Option("--unsafe-pickle", help="Load a pickled module: runs code from it.")
-    ] = False,
+    degree: Annotated[int | None, typer.Option(help="Published layers: polynomial degree, where shapes do not tell.")] = None,
+    clamp: Annotated[float | None, typer.Option(help="Published layers: upper bound of the activation (6, or 1).")] = None,
+    unsafe_pickle: Annotated[bool, typer.Option("--unsafe-pickle", help="Load a pickled module: runs code from it.")] = False,
     snr: Annotated[float | None, typer.Option(help="Raise the parity gate to this many dB.")] = None,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,

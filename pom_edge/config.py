@@ -49,20 +49,20 @@ class ModelConfig:
     """Settings of a reference model.
 
     Args:
-        kind: ``"classifier"`` (image -> class logits), ``"dense"`` (image -> logits for each pixel), ``"encoder"`` (features
-            or tokens -> a vector for each token), ``"lm"`` (token ids -> next-token logits, causal).
+        kind: ``"classifier"`` (image -> class logits), ``"dense"`` (image -> logits for each pixel), ``"encoder"``
+            (features or tokens -> a vector for each token), ``"lm"`` (token ids -> next-token logits, causal).
         dim: model width d.
         depth: number of blocks.
-        degree, expand, n_groups, n_sel_heads, bias, rotary, rotary_base: as in :class:`pom_edge.mixer.PoM`. ``"2d"`` rotary
-            is for images only.
+        degree, expand, n_groups, n_sel_heads, bias, rotary, rotary_base: as in :class:`pom_edge.mixer.PoM`. ``"2d"``
+            rotary is for images only.
         ff_expand: hidden width of the feed-forward, in units of dim.
         norm_eps: epsilon of every LayerNorm.
         blocks: the mixer of each block, ``"pom"``, ``"full"`` (self-attention) or ``"local"`` (self-attention within a
             window); None means ``"pom"`` everywhere. Attention blocks are not rotated: in a hybrid their sense of order
             comes from ``positions="learned"`` and from the PoM blocks before them.
         n_heads: heads of the attention blocks.
-        window: tokens that a local block sees: the last ``window`` ones, itself included, when causal; else those at most
-            ``window // 2`` away.
+        window: tokens that a local block sees: when causal the last ``window`` ones, the token itself included, else
+            those at most ``window // 2`` away.
         image_size: height and width in pixels. A classifier takes this size only; for dense prediction it is merely the
             size of :func:`pom_edge.models.example_inputs`, any multiple of ``patch_size`` will do.
         patch_size, channels, num_classes: of the image models.
@@ -140,8 +140,8 @@ class ModelConfig:
         unknown = sorted(str(name) for name in settings if name not in known)
         if unknown:
             raise InputError(
-                f"the model config has unknown settings {', '.join(unknown)}; this release knows {', '.join(sorted(known))}. "
-                "Was it written by a newer release? Then update pom-edge"
+                f"the model config has unknown settings {', '.join(unknown)}; this release knows "
+                f"{', '.join(sorted(known))}. Was it written by a newer release? Then update pom-edge"
             )
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in settings]
         if missing:
@@ -155,9 +155,7 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if not isinstance(self.n_sel_heads, int):
-            raise InputError(
-                f"n_sel_heads is {self.n_sel_heads!r}; expected a whole number (1: a gate for each channel)"
-            )
+            raise InputError(f"n_sel_heads is {self.n_sel_heads!r}; expected a whole number (1: a gate for each channel)")
         for name in ("bias", "tied_head"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}; expected True or False")
@@ -191,9 +189,7 @@ class ModelConfig:
         for name in self.blocks:
             _check_choice("a block", name, BLOCKS)
         if len(self.blocks) != self.depth:
-            raise InputError(
-                f"blocks names {len(self.blocks)} mixers, but depth is {self.depth}; expected one for each block"
-            )
+            raise InputError(f"blocks names {len(self.blocks)} mixers, but depth is {self.depth}; expected one for each block")
         if set(self.blocks) != {"pom"} and self.dim % self.n_heads:
             raise InputError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}, which attention blocks need")
 
@@ -204,8 +200,9 @@ class ModelConfig:
             raise InputError(f"rotary '2d' needs a grid of patches; a model of kind {self.kind!r} takes None or '1d'")
         if (self.positions == "learned") != (self.max_tokens is not None):
             raise InputError(
-                f"positions is {self.positions!r} and max_tokens is {self.max_tokens}; learned positions need max_tokens, "
-                "and only they do"
+                f"positions is {self.positions!r} and max_tokens is {self.max_tokens}; learned positions need "
+                "max_tokens, "
+                "and nothing else takes it"
             )
 
 

@@ -31,9 +31,7 @@ Mask = Tensor | Literal["causal"] | None
 
 CLAMP_MIN = -0.1  # lower bound of the activation; the upper one is a setting (6, or 1 in the distilled SD3.5)
 LEAKY_SLOPE = 0.01
-SUM_BLOCK = (
-    256  # tokens in a block of the two-level running sum: a plain FP32 running sum falls to 80 dB at 100k tokens
-)
+SUM_BLOCK = 256  # tokens in a block of the two-level running sum: a plain FP32 running sum falls to 80 dB at 100k tokens
 
 __all__ = ["CumulativePoM", "Mixer", "PoM", "PoMState", "coefficient_penalty"]
 
@@ -153,7 +151,8 @@ class Mixer(nn.Module):
         else:
             shift = deviation.sum(1, keepdim=True) / seen[:, -1:].clamp(min=1).unsqueeze(-1)  # (B, 1, D)
         shift = shift + state.mean_low
-        y = self.readout(self.selection(chunk, positions), state.mean + shift)
+        h = (state.mean + shift).to(chunk.dtype)  # the state is FP32 even where the layer is not
+        y = self.readout(self.selection(chunk, positions), h)
         mean, mean_low = _two_sum(state.mean, shift[:, -1:])
         return y, PoMState(mean, mean_low, seen[:, -1])
 
@@ -178,9 +177,7 @@ class Mixer(nn.Module):
             positions = positions.unsqueeze(-1)
         if positions.ndim not in (2, 3) or positions.shape[-1] != blocks_of(self.rotary):
             expected = "(tokens,)" if self.rotary == "1d" else "(tokens, 2)"
-            raise InputError(
-                f"positions have shape {tuple(positions.shape)}; expected {expected} for {self.rotary} rotary"
-            )
+            raise InputError(f"positions have shape {tuple(positions.shape)}; expected {expected} for {self.rotary} rotary")
         if not torch.compiler.is_compiling() and positions.shape[-2] != tokens.shape[1]:
             raise InputError(f"{positions.shape[-2]} positions were given for {tokens.shape[1]} tokens")
         return positions
@@ -209,11 +206,7 @@ class Mixer(nn.Module):
             raise InputError(
                 f"a 2-D mask is (B, N) = {(batch, tokens)}, found {tuple(mask.shape)}; a mask for each query is (1, T, N)"
             )
-        if (
-            mask is not None
-            and mask.ndim == 3
-            and tuple(mask.shape) not in ((batch, queries, tokens), (1, queries, tokens))
-        ):
+        if mask is not None and mask.ndim == 3 and tuple(mask.shape) not in ((batch, queries, tokens), (1, queries, tokens)):
             raise InputError(f"a 3-D mask is (B or 1, T, N) = {(batch, queries, tokens)}, found {tuple(mask.shape)}")
 
     def _check_chunk(self, chunk: Tensor, state: PoMState, mask: Tensor | None) -> None:
@@ -231,6 +224,8 @@ class Mixer(nn.Module):
             )
         if mask is not None and tuple(mask.shape) != tuple(chunk.shape[:2]):
             raise InputError(f"mask has shape {tuple(mask.shape)}; expected {tuple(chunk.shape[:2])}")
+        if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
+            raise InputError("step() counts tokens, so its mask is 0 or 1 (or bool) for each token; found other values")
 
 
 class PoM(Mixer):
@@ -373,14 +368,14 @@ class CumulativePoM(Mixer):
         self.se_proj = nn.Linear(dim, self.hidden, bias=bias)
         self.ag_proj = nn.Linear(self.hidden, dim, bias=bias)
 
-    def features(self, context: Tensor, positions: Tensor | None) -> Tensor:
+    def features(self, context: Tensor, positions: Tensor | None) -> Tensor:  # noqa: ARG002 - the base's signature
         branches = F.gelu(self.po_proj(context)).chunk(self.degree, dim=-1)
         products = [branches[0]]
         for branch in branches[1:]:
             products.append(branch * products[-1])
         return torch.cat(products, dim=-1)
 
-    def selection(self, x: Tensor, positions: Tensor | None) -> Tensor:
+    def selection(self, x: Tensor, positions: Tensor | None) -> Tensor:  # noqa: ARG002 - the base's signature
         return torch.sigmoid(self.se_proj(x))
 
 

@@ -30,9 +30,7 @@ class _Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind) for kind in config.mixers())
         self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
 
-    def mix(
-        self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
+    def mix(self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, causal: bool = False) -> Tensor:
         """All blocks and the final norm, (B, N, d) -> (B, N, d)."""
         for block in self.blocks:
             x = block(x, mask=mask, positions=positions, causal=causal)
@@ -44,9 +42,9 @@ class Classifier(_Stack):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(_of_kind(config, "classifier"))
-        assert config.image_size and config.patch_size and config.channels and config.num_classes
-        self.stem = PatchStem(config.channels, config.dim, config.patch_size)
-        patches = (config.image_size // config.patch_size) ** 2
+        assert config.image_size is not None and config.num_classes is not None  # noqa: PT018  # no test
+        self.stem = PatchStem(config)
+        patches = (config.image_size // self.stem.patch) ** 2
         self.pos_embed = _embedding(1, patches, config.dim) if config.rotary is None else None
         self.head = nn.Linear(config.dim, config.num_classes)
 
@@ -58,13 +56,11 @@ class Classifier(_Stack):
         """
         size = self.config.image_size
         if tuple(x.shape[1:]) != (self.config.channels, size, size):
-            raise InputError(
-                f"images have shape {tuple(x.shape)}; expected (batch, {self.config.channels}, {size}, {size})"
-            )
-        tokens, grid = self.stem(x)
+            raise InputError(f"images have shape {tuple(x.shape)}; expected (batch, {self.config.channels}, {size}, {size})")
+        tokens, (height, width) = self.stem(x)
         if self.pos_embed is not None:
             tokens = tokens + self.pos_embed
-        positions = grid_positions(*grid, x.device) if self.config.rotary == "2d" else None
+        positions = grid_positions(height, width, x.device) if self.config.rotary == "2d" else None
         return self.head(self.mix(tokens, positions=positions).mean(1))  # type: ignore[no-any-return]
 
 
@@ -73,9 +69,9 @@ class DensePredictor(_Stack):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(_of_kind(config, "dense"))
-        assert config.patch_size and config.channels and config.num_classes
-        self.stem = PatchStem(config.channels, config.dim, config.patch_size)
-        self.head = nn.Linear(config.dim, config.num_classes * config.patch_size**2)
+        assert config.num_classes is not None
+        self.stem = PatchStem(config)
+        self.head = nn.Linear(config.dim, config.num_classes * self.stem.patch**2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, channels, h p, w p) -> logits (B, num_classes, h p, w p).
@@ -83,8 +79,7 @@ class DensePredictor(_Stack):
         Raises:
             InputError: another number of channels, or sides that are no multiples of the patch size.
         """
-        patch, channels = self.config.patch_size, self.config.channels
-        assert patch
+        patch, channels = self.stem.patch, self.config.channels
         sizes_known = not torch.compiler.is_compiling()  # else they are symbols, and a comparison would pin them
         if x.ndim != 4 or x.shape[1] != channels or (sizes_known and (x.shape[2] % patch or x.shape[3] % patch)):
             raise InputError(
@@ -147,9 +142,11 @@ class LanguageModel(_Stack):
 class PatchStem(nn.Module):
     """Image -> a token for each patch, row by row: (B, c, h p, w p) -> (B, h w, d) and the grid (h, w)."""
 
-    def __init__(self, channels: int, dim: int, patch: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(channels, dim, kernel_size=patch, stride=patch)
+        assert config.channels is not None and config.patch_size is not None  # noqa: PT018  # no test
+        self.patch = config.patch_size
+        self.proj = nn.Conv2d(config.channels, config.dim, kernel_size=self.patch, stride=self.patch)
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
         patches = self.proj(x)  # (B, d, h, w)

@@ -25,7 +25,7 @@ from pom_edge.errors import GateError, InputError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.layers import run_tapped
-from pom_edge.runtimes.parity import GATES_DB, Arrays, Metrics, Vacuity, compare, measure, prove_not_vacuous, worst
+from pom_edge.runtimes.parity import GATES_DB, Arrays, Metrics, Vacuity, compare, measure, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import open_session
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 TARGETS = ("onnx",)
 PRECISIONS = ("fp32",)
 FORMS = ("parallel",)
-MAX_TAP_BYTES = (
-    4 << 20
-)  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
+MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 
 Step = Callable[[str], None]
 
@@ -80,13 +78,9 @@ class ExportOptions:
         ):
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
-                raise InputError(
-                    f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}"
-                )
+                raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
         if self.snr_db is not None and self.snr_db < GATES_DB["fp32"]:
-            raise InputError(
-                f"--snr {self.snr_db:g} is below the FP32 gate of {GATES_DB['fp32']:g} dB; it can only be raised"
-            )
+            raise InputError(f"--snr {self.snr_db:g} is below the FP32 gate of {GATES_DB['fp32']:g} dB; it can only be raised")
 
 
 @dataclass
@@ -146,9 +140,7 @@ def load_torch() -> None:
         require(module, "export")
 
 
-def export_file(
-    path: Path, options: ExportOptions, out: Path | None = None, progress: Step | None = None
-) -> ExportReport:
+def export_file(path: Path, options: ExportOptions, out: Path | None = None, progress: Step | None = None) -> ExportReport:
     """Export a checkpoint file.
 
     Args:
@@ -242,8 +234,8 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         files = _save(graph, folder / file, {**metadata, "config_hash": config_hash})
         step("compare with PyTorch")
         parity = hold_gates(folder / file, graph, cases, reference, lowered, gate_db)
-        artifact = _artifact(graph, file, files, axes, batch, tokens, parity, notes)
-        golden, entries = _golden(cases, mixers)
+        artifact = _artifact(graph, file, files, batch, tokens, parity, notes)
+        golden, entries = _golden(cases)
         fields = {
             "name": out.stem,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -360,6 +352,7 @@ def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: fl
         results.append(Vacuity(f"zeroed mixer {name}", not compare(true, dead, gate_db).passed))
     for each in cases:
         results += prove_not_vacuous(each.outputs, gate_db)
+    results = summarise(results)
     missed = [result.test for result in results if result.caught is False]
     if missed:
         raise GateError(
@@ -412,7 +405,7 @@ def _missed(stage: str, missed: dict[str, Metrics], gate_db: float, outputs: lis
     return f"{what} is not the model: {listed}; the gate is {gate_db:g} dB. First stage that differs: {stage}"
 
 
-def _golden(cases: list[Case], mixers: list[str]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+def _golden(cases: list[Case]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Arrays by key, and the manifest's entries; layer outputs only while they are small."""
     arrays: dict[str, np.ndarray] = {}
     entries = []
@@ -433,7 +426,6 @@ def _artifact(
     graph: Graph,
     file: str,
     files: list[str],
-    axes: Axes,
     batch: Extent,
     tokens: Extent,
     parity: dict[str, Any],

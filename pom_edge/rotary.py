@@ -54,9 +54,7 @@ def frequencies(hidden: int, rotary: Rotary, base: float) -> Tensor:
 
 def gate_frequencies(theta: Tensor, rotary: Rotary, n_sel_heads: int, head_width: int) -> Tensor:
     """The frequencies of a gate of H > 1 heads: every head takes the column at its own stride, shape (H/2,) or (H/4,)."""
-    stride = (
-        head_width // 2 if rotary == "1d" else head_width
-    )  # as published: D/2 columns hold two heads' pairs, D/4 one
+    stride = head_width // 2 if rotary == "1d" else head_width  # as published: D/2 columns hold two heads' pairs, D/4 one
     return theta[::stride][: n_sel_heads // (2 * blocks_of(rotary))]
 
 

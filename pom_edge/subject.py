@@ -121,9 +121,7 @@ def _from_program(loaded: LoadedModel, options: ExportOptions) -> Subject:
     program = loaded.exported_program
     assert isinstance(program, torch.export.ExportedProgram)
     if options.tokens is not None or options.batch is not None or options.mask != "none":
-        raise InputError(
-            "--tokens, --batch and --mask do not apply to a .pt2: its shapes were fixed when it was exported"
-        )
+        raise InputError("--tokens, --batch and --mask do not apply to a .pt2: its shapes were fixed when it was exported")
     args, kwargs = program.example_inputs or ((), {})
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

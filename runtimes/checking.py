@@ -9,7 +9,7 @@ from typing import Any
 
 from pom_edge.errors import BundleError
 from pom_edge.runtimes.layers import first_divergence
-from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, worst
+from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, open_session
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
@@ -90,6 +90,7 @@ def check_session(session: Session, layers: bool = False) -> CheckReport:
         check.vacuity += prove_not_vacuous(reference, gate_db)
     if not found:
         raise BundleError(f"{session.bundle.path.name} carries no golden data: nothing can be checked; export again")
+    check.vacuity = summarise(check.vacuity)
     check.outputs = {name: worst(metrics) for name, metrics in found.items()}
     if layers:
         check.layers = first_divergence(session.bundle, session.artifact)

@@ -64,9 +64,7 @@ class OnnxRuntimeSession(Session):
             return dict(zip(names, self._native.run(names, inputs), strict=True))
         except Exception as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
-            raise InputError(
-                f"ONNX Runtime {self._version} cannot run {self.artifact.file} on {shapes}: {error}"
-            ) from error
+            raise InputError(f"ONNX Runtime {self._version} cannot run {self.artifact.file} on {shapes}: {error}") from error
 
     def close(self) -> None:
         self._native = None

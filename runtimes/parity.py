@@ -29,6 +29,7 @@ __all__ = [
     "compare",
     "measure",
     "prove_not_vacuous",
+    "summarise",
     "worst",
 ]
 
@@ -94,9 +95,7 @@ def measure(reference: np.ndarray, output: np.ndarray) -> Metrics:
         InputError: shapes differ, or the arrays are empty.
     """
     if reference.shape != output.shape:
-        raise InputError(
-            f"the output has shape {output.shape}, the reference {reference.shape}: not the same model or inputs"
-        )
+        raise InputError(f"the output has shape {output.shape}, the reference {reference.shape}: not the same model or inputs")
     if reference.size == 0:
         raise InputError("nothing to compare: the output is empty")
     ref, out = reference.astype(np.float64), output.astype(np.float64)
@@ -181,12 +180,22 @@ def prove_not_vacuous(reference: Arrays, gate_db: float) -> list[Vacuity]:
     return results
 
 
+def summarise(results: list[Vacuity]) -> list[Vacuity]:
+    """One entry for each test over several cases: caught only if every case that defines it caught it."""
+    merged: dict[str, Vacuity] = {}
+    for result in results:
+        known = merged.get(result.test)
+        if known is None or known.caught is None or result.caught is False:
+            merged[result.test] = result
+    return list(merged.values())
+
+
 def _permuted(name: str, ref: np.ndarray, gate_db: float) -> Vacuity:
     axis = 1 if ref.ndim >= 3 and ref.shape[1] >= 2 else 0
     what = "tokens" if axis == 1 else "batch"
     if ref.ndim < 2 or ref.shape[axis] < 2:
-        return Vacuity(f"permuted {name}", None, f"one row only along the {what} axis")
+        return Vacuity(f"permuted {name} ({what})", None, f"one row only along the {what} axis")
     centred = ref - ref.mean(axis=axis, keepdims=True)
     if not centred.any():
-        return Vacuity(f"permuted {name}", None, f"all rows along the {what} axis are equal")
+        return Vacuity(f"permuted {name} ({what})", None, f"all rows along the {what} axis are equal")
     return Vacuity(f"permuted {name} ({what})", not measure(centred, np.roll(centred, 1, axis=axis)).passes(gate_db))

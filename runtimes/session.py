@@ -45,6 +45,7 @@ class Session(ABC):
     def _execute(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run validated inputs."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the runtime's memory back; the session cannot be used afterwards."""
 
@@ -79,9 +80,7 @@ class Session(ABC):
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _validate(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

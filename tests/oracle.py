@@ -398,9 +398,7 @@ def _random_config(rng: np.random.Generator, rotary: tuple[str | None, ...]) -> 
     kind = rotary[rng.integers(len(rotary))]
     dim, expand = int(rng.choice([8, 16, 24, 32])), int(rng.integers(1, 5))
     multiple = {None: 1, "1d": 2, "2d": 4}[kind]
-    fitting = [
-        h for h in (2, 3, 4, 6, 8, 16) if dim * expand % h == 0 and h % multiple == 0 and dim * expand // h >= multiple
-    ]
+    fitting = [h for h in (2, 3, 4, 6, 8, 16) if dim * expand % h == 0 and h % multiple == 0 and dim * expand // h >= multiple]
     heads = [-1, 0, 1, *fitting, *fitting]
     return {
         "dim": dim,

