@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from pom_edge.errors import InputError
 from pom_edge.mixer import CumulativePoM, Mask, PoM, divide_or_zero, horner
 from pom_edge.recognise import is_published, to_pom
-from pom_edge.rotary import blocks_of, frequencies, rotate
+from pom_edge.rotary import frequencies, rotate
 
 RUNNING_BLOCK = 32  # tokens in a block of the running sum: 2 * 32 operations an element, against 2 d for the projection
 TABLE_ROWS = 256  # rows of one rotary table; a position is read as digits of this base
+DIGITS = 3
 
 __all__ = [
     "LoweredCumulativePoM",
@@ -141,17 +142,17 @@ class RotaryTables(nn.Module):
         p = p_0 + 256 p_1 + 65536 p_2;   cos(p theta), sin(p theta) by adding the angles of the three digits
 
     A table for each digit keeps the graph in FP32 and exact to rounding (FP32 angles lose 40 dB by position 10,000), and
-    has no end that a stream could reach: 16.7 million positions in 1-D, 65,536 rows and columns in 2-D.
+    reaches 16.7 million positions; one beyond that is an index error at run time.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, theta: Tensor, digits: int) -> None:
+    def __init__(self, theta: Tensor) -> None:
         super().__init__()
-        place = torch.tensor([float(TABLE_ROWS**i) for i in range(digits)], dtype=torch.float64)
+        place = torch.tensor([float(TABLE_ROWS**i) for i in range(DIGITS)], dtype=torch.float64)
         rows = torch.arange(TABLE_ROWS, dtype=torch.float64)
-        angles = place[:, None, None] * rows[:, None] * theta  # (digits, 256, q)
+        angles = place[:, None, None] * rows[:, None] * theta  # (3, 256, q)
         self.register_buffer("cos", angles.cos().float())
         self.register_buffer("sin", angles.sin().float())
 
@@ -159,10 +160,11 @@ class RotaryTables(nn.Module):
         """positions int64 (..., blocks) -> cos, sin (..., blocks, q)."""
         digit = positions % TABLE_ROWS
         cos, sin = F.embedding(digit, self.cos[0]), F.embedding(digit, self.sin[0])
-        for place in range(1, self.cos.shape[0]):
+        for place in range(1, DIGITS):
             # An exact division: a float holds every multiple of 256 up to 2^32, and integer division exports as 8 nodes.
             positions = ((positions - digit).float() * (1 / TABLE_ROWS)).long()
-            digit = positions % TABLE_ROWS
+            # The last digit is not reduced: a position beyond the tables is an index error, not another angle.
+            digit = positions % TABLE_ROWS if place < DIGITS - 1 else positions
             c, s = F.embedding(digit, self.cos[place]), F.embedding(digit, self.sin[place])
             cos, sin = cos * c - sin * s, sin * c + cos * s
         return cos, sin
@@ -368,7 +370,7 @@ def _lower_one(module: nn.Module, shared: dict[tuple[int, str, float], RotaryTab
         key = (mixer.hidden, mixer.rotary, mixer.rotary_base)
         if key not in shared:
             theta = frequencies(mixer.hidden, mixer.rotary, mixer.rotary_base)
-            shared[key] = RotaryTables(theta, digits=3 if blocks_of(mixer.rotary) == 1 else 2)
+            shared[key] = RotaryTables(theta)
         tables = shared[key]
     lowered = LoweredPoM(mixer, tables).eval()
     return lowered if module is mixer else PublishedAdapter(lowered).eval()

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import safe_open
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pom_edge.errors import BundleError
@@ -28,8 +29,10 @@ from pom_edge.exchange import recover, replaced_folder, writing_errors
 
 MANIFEST = "manifest.json"
 GOLDEN = "golden.safetensors"
-FORMAT = "pom-edge-bundle"
+FORMAT: Final = "pom-edge-bundle"
 VERSION = 1
+DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 
 __all__ = [
     "GOLDEN",
@@ -50,6 +53,12 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+def _one_of(value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ValueError(f"{value!r} is unknown; expected one of {', '.join(known)}")
+    return value
+
+
 class TensorSpec(_Model):
     """A graph input or output: free axes are names, and may have bounds."""
 
@@ -57,6 +66,11 @@ class TensorSpec(_Model):
     dtype: str
     shape: list[int | str]
     bounds: dict[str, tuple[int, int | None]] = Field(default_factory=dict)
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        return _one_of(value, DTYPES)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} ({', '.join(map(str, self.shape))})"
@@ -88,6 +102,11 @@ class Artifact(_Model):
     verified: str
     parity: dict[str, Any] | None = None
     cost: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator("precision")
+    @classmethod
+    def _known_precision(cls, value: str) -> str:
+        return _one_of(value, PRECISIONS)
 
 
 class GoldenCase(_Model):
@@ -139,7 +158,8 @@ class Bundle:
         Raises:
             BundleError: not a bundle, damaged, or made by a newer version; says which file and what to do.
         """
-        recover(path)
+        path = path if path.name else path.absolute()  # `pom-edge info .` from inside a bundle
+        recover(_destination(path))
         manifest = read_manifest(path)
         for entry in manifest.files:
             _verify(path, entry)
@@ -148,19 +168,29 @@ class Bundle:
             unlisted = [file for file in (artifact.file, *artifact.files) if file not in listed]
             if unlisted:
                 raise BundleError(f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again")
+        if manifest.golden and GOLDEN not in listed:
+            raise BundleError(f"{path.name}: {GOLDEN} is not among the hashed files; export again")
         return cls(path, manifest)
 
     def cases(self) -> Iterator[tuple[GoldenCase, dict[str, np.ndarray], dict[str, np.ndarray]]]:
-        """Every golden case with its inputs and PyTorch's outputs."""
-        with safe_open(self.path / GOLDEN, framework="numpy") as data:
-            for case in self.manifest.golden:
-                inputs = {name: data.get_tensor(key) for name, key in case.inputs.items()}
-                yield case, inputs, {name: data.get_tensor(key) for name, key in case.outputs.items()}
+        """Every golden case with its inputs and PyTorch's outputs.
+
+        Raises:
+            BundleError: the golden file does not hold what the manifest says.
+        """
+        for case in self.manifest.golden:
+            yield case, self._golden(case.inputs), self._golden(case.outputs)
 
     def taps(self, case: GoldenCase) -> dict[str, np.ndarray]:
         """PyTorch's value of every mixer's output in this case, by module path; empty where none was kept."""
-        with safe_open(self.path / GOLDEN, framework="numpy") as data:
-            return {path: data.get_tensor(key) for path, key in case.taps.items()}
+        return self._golden(case.taps)
+
+    def _golden(self, keys: Mapping[str, str]) -> dict[str, np.ndarray]:
+        try:
+            with safe_open(self.path / GOLDEN, framework="numpy") as data:
+                return {name: data.get_tensor(key) for name, key in keys.items()}
+        except (SafetensorError, OSError) as error:
+            raise BundleError(f"{self.path.name}/{GOLDEN} does not fit its manifest ({error}); export again") from error
 
 
 def is_bundle(path: Path) -> bool:
@@ -180,7 +210,7 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path} is not a bundle (no {MANIFEST} in it); expected a folder made by pom-export")
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last one: brackets nested beyond any manifest
         raise BundleError(f"{path.name}/{MANIFEST} cannot be read ({error}); export the model again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BundleError(f"{path.name}/{MANIFEST} is not a {FORMAT} manifest; expected a folder made by pom-export")
@@ -211,7 +241,11 @@ def _verify(folder: Path, entry: FileEntry) -> None:
     size = path.stat().st_size
     if size != entry.bytes:
         raise BundleError(f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again")
-    if sha256_of(path) != entry.sha256:
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise BundleError(f"{folder.name}: {entry.path} cannot be read: {error.strerror}; check its permissions") from error
+    if found != entry.sha256:
         raise BundleError(
             f"{folder.name}: {entry.path} was changed after the export (sha256 differs); copy the folder again, or export again"
         )
@@ -240,7 +274,7 @@ def write_bundle(path: Path, overwrite: bool) -> Iterator[Path]:
         InputError: the place cannot be written, or the disk is full.
     """
     check_destination(path, overwrite)
-    with replaced_folder(path) as folder:
+    with replaced_folder(_destination(path)) as folder:
         yield folder
 
 
@@ -250,13 +284,25 @@ def check_destination(path: Path, overwrite: bool) -> None:
     Raises:
         BundleError: ``path`` exists and may not be replaced.
     """
-    recover(path)
+    recover(_destination(path))
     if not path.exists() and not path.is_symlink():
         return
     if not is_bundle(path):
         raise BundleError(f"{path} exists and is not a bundle; it is left alone. Choose another --out")
     if not overwrite:
         raise BundleError(f"{path} exists; pass --overwrite to replace it, or choose another --out")
+
+
+def _destination(path: Path) -> Path:
+    """The folder that is replaced: a link keeps pointing where it did, and ``.`` has a name to put a new folder beside.
+
+    Raises:
+        BundleError: the root of a file system.
+    """
+    real = Path(os.path.realpath(path))
+    if not real.name:
+        raise BundleError(f"{path} is the root of a file system; expected the path of a .pom bundle")
+    return real
 
 
 def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, np.ndarray]) -> Manifest:

@@ -162,7 +162,8 @@ def _import_file(path: Path, option: str) -> ModuleType:
             return present
         name = f"{name}_from_file"  # never shadow an installed module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:

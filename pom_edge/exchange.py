@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import shutil
 import sys
@@ -61,7 +62,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         InputError: the place cannot be written.
     """
     with writing_errors(path):
-        for stale in path.parent.glob(f".{path.name}.new-*"):
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.new-*"):
             shutil.rmtree(stale, ignore_errors=True)  # what a killed run left behind
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
@@ -91,7 +92,11 @@ def _put_in_place(folder: Path, path: Path) -> None:
     elif not _exchange(folder, path):  # after an exchange `folder` holds the old bundle, and the caller removes it
         old = _aside(path)
         os.rename(path, old)
-        os.rename(folder, path)
+        try:
+            os.rename(folder, path)
+        except BaseException:  # Ctrl-C as well: the name must not stay empty until the next start
+            os.rename(old, path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
 

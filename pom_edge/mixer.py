@@ -190,8 +190,10 @@ class Mixer(nn.Module):
             raise InputError(f"mask has shape {tuple(mask.shape)}; expected (B, N) or (B, T, N)")
         if mask is not None and causal and mask.ndim == 3:
             raise InputError("a mask for each query, (B, T, N), already says what each token sees: drop causal")
-        if torch.compiler.is_compiling():
-            return  # sizes are symbols here: comparing them would pin them
+        if torch.compiler.is_compiling():  # sizes are symbols here: comparing them would pin them
+            if causal and source is not x:  # but here they must be one: a single query would be broadcast to N rows
+                torch._check(x.shape[1] == source.shape[1], lambda: "causal mixing needs as many queries as context tokens")
+            return
         batch, queries, tokens = x.shape[0], x.shape[1], source.shape[1]
         if source.shape[0] != batch:
             raise InputError(f"context has batch {source.shape[0]}, x has {batch}; they must be equal")
@@ -411,9 +413,11 @@ def divide_or_zero(total: Tensor, weight: Tensor) -> Tensor:
 def running_sum(f: Tensor) -> Tensor:
     """Inclusive running sum over tokens, (B, N, C): within blocks, then over block totals, so that FP32 errors stay small."""
     tokens = f.shape[1]
-    if not torch.compiler.is_compiling() and tokens <= SUM_BLOCK:
+    if isinstance(tokens, int) and tokens <= SUM_BLOCK:
         return f.cumsum(1)
-    padded = F.pad(f, (0, 0, 0, -tokens % SUM_BLOCK)).unflatten(1, (-1, SUM_BLOCK))  # (B, blocks, SUM_BLOCK, C)
+    # For an export-time symbol one or two spare blocks: torch.export would pin a count that could be 1 (torch 2.13).
+    blocks = -(-tokens // SUM_BLOCK) if isinstance(tokens, int) else tokens // SUM_BLOCK + 2
+    padded = F.pad(f, (0, 0, 0, blocks * SUM_BLOCK - tokens)).unflatten(1, (blocks, SUM_BLOCK))  # (B, blocks, block, C)
     within = padded.cumsum(2)
     totals = within[:, :, -1]  # (B, blocks, C)
     before = totals.cumsum(1) - totals

@@ -45,7 +45,9 @@ class Classifier(_Stack):
         assert config.image_size is not None and config.num_classes is not None  # noqa: PT018  # no test
         self.stem = PatchStem(config)
         patches = (config.image_size // self.stem.patch) ** 2
-        self.pos_embed = _embedding(1, patches, config.dim) if config.rotary is None else None
+        self.pos_embed: nn.Parameter | None = None
+        if config.rotary is None:
+            self.pos_embed = nn.Parameter(torch.randn(1, patches, config.dim) * EMBEDDING_STD)
         self.head = nn.Linear(config.dim, config.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ class Encoder(_Stack):
         super().__init__(_of_kind(config, "encoder"))
         self.embed: nn.Module
         if config.vocab_size is not None:
-            self.embed = _token_embedding(config.vocab_size, config.dim)
+            self.embed = _embedding(config.vocab_size, config.dim)
         else:
             assert config.input_dim
             self.embed = nn.Linear(config.input_dim, config.dim)
@@ -127,7 +129,7 @@ class LanguageModel(_Stack):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(_of_kind(config, "lm"))
         assert config.vocab_size
-        self.embed = _token_embedding(config.vocab_size, config.dim)
+        self.embed = _embedding(config.vocab_size, config.dim)
         self.pos_embed = _position_embedding(config)
         # A tied head is the embedding itself, not a second parameter: safetensors holds no tensor twice.
         self.head = None if config.tied_head else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -155,9 +157,8 @@ class PatchStem(nn.Module):
 
 def grid_positions(height: int, width: int, device: torch.device) -> Tensor:
     """Row and column of every patch, row by row: int64 (height * width, 2)."""
-    rows = torch.arange(height, device=device).unsqueeze(1).expand(-1, width)
-    columns = torch.arange(width, device=device).unsqueeze(0).expand(height, -1)
-    return torch.stack((rows, columns), dim=-1).flatten(0, 1)
+    index = torch.arange(height * width, device=device)
+    return torch.stack((index // width, index % width), dim=-1)
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -204,27 +205,24 @@ def _of_kind(config: ModelConfig, kind: str) -> ModelConfig:
     return config
 
 
-def _embedding(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape) * EMBEDDING_STD)
-
-
-def _token_embedding(vocab_size: int, dim: int) -> nn.Embedding:
-    embed = nn.Embedding(vocab_size, dim)
+def _embedding(count: int, dim: int) -> nn.Embedding:
+    embed = nn.Embedding(count, dim)
     nn.init.normal_(embed.weight, std=EMBEDDING_STD)
     return embed
 
 
-def _position_embedding(config: ModelConfig) -> nn.Parameter | None:
-    return None if config.max_tokens is None else _embedding(1, config.max_tokens, config.dim)
+def _position_embedding(config: ModelConfig) -> nn.Embedding | None:
+    return None if config.max_tokens is None else _embedding(config.max_tokens, config.dim)
 
 
-def _add_positions(x: Tensor, pos_embed: nn.Parameter | None) -> Tensor:
+def _add_positions(x: Tensor, pos_embed: nn.Embedding | None) -> Tensor:
     """(B, N, d) plus the first N learned positions."""
     if pos_embed is None:
         return x
-    if not torch.compiler.is_compiling() and x.shape[1] > pos_embed.shape[1]:
-        raise InputError(f"found {x.shape[1]} tokens; the learned positions of this model end at {pos_embed.shape[1]}")
-    return x + pos_embed[:, : x.shape[1]]
+    if not torch.compiler.is_compiling() and x.shape[1] > pos_embed.num_embeddings:
+        raise InputError(f"found {x.shape[1]} tokens; the learned positions of this model end at {pos_embed.num_embeddings}")
+    # Looked up, not sliced: a slice makes torch.export demand that every length the graph may see is within the table.
+    return x + pos_embed(torch.arange(x.shape[1], device=x.device))  # type: ignore[no-any-return]
 
 
 def _check_sequence(config: ModelConfig, x: Tensor) -> None:

@@ -70,38 +70,51 @@ def read_base(tables: Mapping[str, Tensor], rotary: Rotary, hidden: int) -> floa
                 f"{rotary} rotary over {hidden} channels"
             )
         axes.append((names, cos, sin))
-    long_enough = [(cos, sin) for _, cos, sin in axes if cos.shape[0] > 1]
-    if q == 1:
-        base = ANY_BASE
-    elif long_enough:
-        base = _base_from_row(*long_enough[0])
-    else:
+    _, cos, sin = max(axes, key=lambda axis: axis[1].shape[0])
+    if q > 1 and cos.shape[0] < 2:
         raise CheckpointError(
-            f"the rotary tables have {axes[0][1].shape[0]} row(s), and the base is read from row 1; save the layer with "
-            "max_seq_len (max_h, max_w) of at least 2"
+            f"the rotary tables have {cos.shape[0]} row(s), and the base is read from row 1; save the layer with max_seq_len "
+            "(max_h, max_w) of at least 2"
         )
+    base = ANY_BASE if q == 1 else _fit_base(cos, sin)
     for names, cos, sin in axes:
         _check_rows(names, cos, sin, base)
     return base
 
 
-def _base_from_row(cos: Tensor, sin: Tensor) -> float:
-    """Least squares of log theta_k = -(k / q) log base over row 1, then the roundest number that fits it as well."""
-    theta = torch.atan2(sin[1].double(), cos[1].double())
+def _fit_base(cos: Tensor, sin: Tensor) -> float:
+    """The roundest base that explains the rows.
+
+    Row 1 holds the frequencies themselves. In a table that was rounded to BF16 they are known to 1 part in 256 only, so rows
+    2, 4, 8.. refine them: the error of an angle stays, what it says of the frequency is divided by the position.
+    """
+    base = _regress_base(torch.atan2(sin[1].double(), cos[1].double()), torch.ones(cos.shape[1], dtype=torch.float64))
+    rows = [*(2**i for i in range(1, 24) if 2**i < cos.shape[0]), cos.shape[0] - 1]
+    for row in rows:
+        expected = row * _theta(base, cos.shape[1])
+        measured = torch.atan2(sin[row].double(), cos[row].double())
+        off = torch.remainder(measured - expected + math.pi, 2 * math.pi) - math.pi  # the turn that is nearest
+        base = _regress_base((expected + off) / row, expected.clamp(min=1.0))
+    for digits in range(1, 8):
+        rounded = float(f"{base:.{digits - 1}e}")
+        if rounded > 0 and all(_worst_row(cos, sin, rounded, some) <= 1.0 for some in ([1, *rows], _all_rows(cos))):
+            return rounded  # a few rows refuse most candidates, which saves forming all angles for each
+    return base
+
+
+def _regress_base(theta: Tensor, weight: Tensor) -> float:
+    """Least squares of log theta_k = -(k / q) log base."""
     q = theta.shape[0]
-    usable = [(k / q, math.log(float(theta[k]))) for k in range(1, q) if theta[k] > 0]
-    if not usable:
+    x = torch.arange(q, dtype=torch.float64) / q
+    usable = torch.isfinite(theta) & (theta > 0) & (x > 0)
+    x, y, w = x[usable], theta[usable].log(), weight[usable].square()
+    if not x.numel():
         raise CheckpointError("row 1 of the rotary tables holds no angle that fits any base; are these rotary tables?")
-    estimate = math.exp(-sum(x * y for x, y in usable) / sum(x * x for x, _ in usable))
-    for digits in range(1, 7):
-        rounded = float(f"{estimate:.{digits - 1}e}")
-        if rounded > 0 and _worst_row(cos[:2], sin[:2], rounded) <= 1.0:
-            return rounded
-    return estimate
+    return math.exp(min(700.0, -float((w * x * y).sum() / (w * x * x).sum())))
 
 
 def _check_rows(names: tuple[str, str], cos: Tensor, sin: Tensor, base: float) -> None:
-    if cos.shape[0] and not _worst_row(cos, sin, base) <= 1.0:
+    if cos.shape[0] and not _worst_row(cos, sin, base, _all_rows(cos), lenient=True) <= 1.0:
         raise CheckpointError(
             f"{names[0]} and {names[1]} do not hold cos and sin of position * base^(-k/{cos.shape[1]}) for any base (row 1 "
             f"suggests {base:g}): scaled or interpolated positions are not supported. Load the layer where it was made, and "
@@ -109,16 +122,27 @@ def _check_rows(names: tuple[str, str], cos: Tensor, sin: Tensor, base: float) -
         )
 
 
-def _worst_row(cos: Tensor, sin: Tensor, base: float) -> float:
-    """Largest error of the tables in units of what rounding explains; NaN where they hold NaN.
+def _worst_row(cos: Tensor, sin: Tensor, base: float, rows: list[int], lenient: bool = False) -> float:
+    """Largest error of these rows in units of what rounding explains; infinite where they hold NaN.
 
-    A table is rounded once (half a unit in the last place of its dtype), and its FP32 angles are wrong by a few 1e-7 of
-    themselves, which grows with the position.
+    A table is rounded once (to its dtype), and its FP32 angles are wrong by a few 1e-7 of themselves. ``lenient`` leaves
+    room for a base that is itself an estimate, from a table in half precision.
     """
-    rows, q = cos.shape
-    theta = torch.pow(torch.tensor(base, dtype=torch.float64), -torch.arange(q, dtype=torch.float64) / q)
-    position = torch.arange(rows, dtype=torch.float64).unsqueeze(-1)
-    angles = position * theta  # (rows, q)
-    allowed = torch.finfo(cos.dtype).eps + 4e-7 * (1 + angles)
-    error = torch.maximum((cos.double() - angles.cos()).abs(), (sin.double() - angles.sin()).abs())
-    return float((error / allowed).max())
+    info = torch.finfo(cos.dtype)
+    least = 4 * info.eps if lenient else info.tiny * info.eps
+    worst = 0.0
+    for start in range(0, len(rows), 1024):  # float64 angles of a whole table would take hundreds of MB
+        part = torch.tensor(rows[start : start + 1024])
+        angles = part.double().unsqueeze(-1) * _theta(base, cos.shape[1])  # (rows, q)
+        for table, exact in ((cos, angles.cos()), (sin, angles.sin())):
+            allowed = info.eps * exact.abs() + least + 5e-7 * angles
+            worst = max(worst, float(((table[part].double() - exact).abs() / allowed).nan_to_num(torch.inf).max()))
+    return worst
+
+
+def _all_rows(table: Tensor) -> list[int]:
+    return list(range(table.shape[0]))
+
+
+def _theta(base: float, q: int) -> Tensor:
+    return torch.pow(torch.tensor(base, dtype=torch.float64), -torch.arange(q, dtype=torch.float64) / q)

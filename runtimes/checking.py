@@ -38,7 +38,8 @@ class ArtifactCheck:
     def passed(self) -> bool:
         """Every output (and layer, if asked for) holds the gate, and the gate can fail."""
         values = [*self.outputs.values(), *self.layers.values()]
-        return bool(self.outputs) and all(m.passes(self.gate_db) for m in values) and not self.vacuous
+        proved = any(result.caught for result in self.vacuity)  # answers that are all zero prove nothing
+        return bool(self.outputs) and all(m.passes(self.gate_db) for m in values) and proved and not self.vacuous
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

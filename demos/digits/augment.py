@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIDE = 28
-PHOTO_SHARE = 0.5  # of the images get a camera's faults; all get another hand's
+CLEAN_SHARE = 0.1  # of the images stay as they are: every resampling blurs a little, real test images are sharp
+PHOTO_SHARE = 0.5  # of the others get a camera's faults; all of them get another hand's
 
 __all__ = ["augment"]
 
@@ -26,8 +27,8 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     x = F.grid_sample(images, _warp(len(images), generator), mode="bilinear", align_corners=False)
     x = _stroke(x, generator)
-    photo = torch.rand(len(x), 1, 1, 1, generator=generator) < PHOTO_SHARE
-    return torch.where(photo, _camera(x, generator), x)
+    x = torch.where(_uniform(0, 1, len(x), generator) < PHOTO_SHARE, _camera(x, generator), x)
+    return torch.where(_uniform(0, 1, len(x), generator) < CLEAN_SHARE, images, x)
 
 
 def _uniform(low: float, high: float, count: int, generator: torch.Generator) -> Tensor:

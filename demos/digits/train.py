@@ -110,7 +110,7 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         print(
             f"epoch {epoch + 1:3d}/{epochs}  loss {np.mean(losses):.4f}  "
             f"validation {accuracy(model, split.validation):7.2%}  {time.perf_counter() - started:.1f} s",
