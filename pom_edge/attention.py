@@ -6,8 +6,10 @@ tokens each query sees, nothing more. What cannot be honoured raises, nothing is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -239,27 +241,26 @@ def replace_attention(
         >>> replace_attention(encoder, degree=3, skip=lambda path, attention: path.startswith("layers.5."))
     """
     settings = MixerSettings(degree, expand, n_sel_heads, n_groups)
-    new: dict[int, nn.Module] = {}  # by id: an attention that is used in two places becomes one mixer in two places
+    new: dict[nn.Module, nn.Module] = {}  # an attention that is used in two places becomes one mixer in two places
     places: list[tuple[nn.Module, str, nn.Module]] = []
     for path, parent, name, child in _children(model):
-        if skip is not None and _is_attention(child) and skip(path, child):
+        if not _is_attention(child) or (skip is not None and skip(path, child)):
             continue
-        if id(child) not in new:
+        if child not in new:
             try:
-                replacement = _replacement(child, settings)
+                new[child] = _like(_replacement(child, settings), child)
             except InputError as error:
                 raise InputError(f"{path}: {error}") from None
-            if replacement is None:
-                continue
-            new[id(child)] = _like(replacement, child)
-        places.append((parent, name, new[id(child)]))
+        places.append((parent, name, child))
     if not places:
         raise InputError(
             f"found no attention to replace in {type(model).__name__}; expected a model that contains nn.MultiheadAttention, "
             "or the attention of a Hugging Face BERT or ViT"
         )
-    for parent, name, mixer in places:
-        setattr(parent, name, mixer)
+    for parent, name, attention in places:
+        setattr(parent, name, new[attention])
+        if _is_hugging_face(attention):
+            _hugging_face().hand_on_padding(attention)
     _disable_nested_tensors(model)
     return model
 
@@ -276,21 +277,21 @@ def _is_hugging_face(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
+def _hugging_face() -> ModuleType:
+    """pom_edge.huggingface, which imports transformers: only for a model that was made with it."""
+    return importlib.import_module("pom_edge.huggingface")
+
+
 def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or (
-        _is_hugging_face(module) and type(module).__name__.endswith("Attention")
-    )
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    return _is_hugging_face(module) and _hugging_face().is_attention(module)
 
 
-def _replacement(attention: nn.Module, settings: MixerSettings) -> nn.Module | None:
-    """The mixer for one attention; None if the module is none."""
+def _replacement(attention: nn.Module, settings: MixerSettings) -> nn.Module:
     if isinstance(attention, nn.MultiheadAttention):
         return _from_multihead(attention, settings)
-    if _is_hugging_face(attention):
-        from pom_edge.huggingface import mixer_for  # needs transformers, which is here: the module comes from it
-
-        return mixer_for(attention, settings)
-    return None
+    return _hugging_face().mixer_for(attention, settings)
 
 
 def _from_multihead(attention: nn.MultiheadAttention, settings: MixerSettings) -> PolynomialMixer:

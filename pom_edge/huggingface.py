@@ -34,7 +34,7 @@ SUPPORTED = {
 # Arguments that the layers pass down and that change nothing here; any other that is set raises.
 HARMLESS = frozenset({"position_ids", "output_hidden_states", "return_dict", "use_cache", "num_items_in_batch"})
 
-__all__ = ["HuggingFaceMixer", "mixer_for"]
+__all__ = ["HuggingFaceMixer", "hand_on_padding", "is_attention", "mixer_for"]
 
 
 class HuggingFaceMixer(nn.Module):
@@ -94,32 +94,41 @@ class HuggingFaceMixer(nn.Module):
         if rows_alike(seen):
             return seen[:, 0], False
         padding = seen[:, -1]  # under a causal mask the last token sees all that are no padding
-        if is_triangle(seen | ~padding.unsqueeze(1)):
+        if is_triangle(seen, padding):
             return padding, True
         return seen, False
 
 
-def mixer_for(module: nn.Module, settings: MixerSettings) -> HuggingFaceMixer | None:
-    """The mixer for a module of transformers; None if it is no attention, or merely holds one.
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module of transformers is an attention, and not merely the holder of one (as BertAttention is)."""
+    inner = list(module.modules())[1:]
+    return type(module).__name__.endswith("Attention") and not any(type(m).__name__.endswith("Attention") for m in inner)
+
+
+def mixer_for(attention: nn.Module, settings: MixerSettings) -> HuggingFaceMixer:
+    """A fresh mixer for an attention of transformers.
 
     Raises:
-        InputError: an attention of a kind that is not supported.
+        InputError: it is of a kind that is not supported.
     """
-    name = type(module).__name__
-    if not name.endswith("Attention") or any(type(m).__name__ in SUPPORTED for m in list(module.modules())[1:]):
-        return None
+    name = type(attention).__name__
     if name not in SUPPORTED:
         raise InputError(f"{name} is not supported; expected one of {', '.join(SUPPORTED)}, or skip= to keep it")
-    config: Any = module.config
+    config: Any = attention.config
     heads = config.num_attention_heads
     pom = settings.build(config.hidden_size, heads if config.hidden_size % heads == 0 else 1, bias=True)
-    config._attn_implementation = IMPLEMENTATION
     return HuggingFaceMixer(
         pom,
         cross=SUPPORTED[name],
-        causal=bool(getattr(module, "is_causal", False)),
+        causal=bool(getattr(attention, "is_causal", False)),
         dropout=float(config.attention_probs_dropout_prob),
     )
+
+
+def hand_on_padding(attention: nn.Module) -> None:
+    """Make the model around a replaced attention pass (B, N) padding on, through the config that all its layers share."""
+    config: Any = attention.config
+    config._attn_implementation = IMPLEMENTATION
 
 
 def _refuse_unknown(arguments: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ __all__ = ["admitted", "drop_tokens", "is_triangle", "rows_alike", "shared_by_he
 
 def tracing() -> bool:
     """Whether a graph is being recorded: tensor values are then unknown, and sizes may be symbols."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    jit = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # public, but untyped in torch 2.13
+    return torch.compiler.is_compiling() or bool(jit)
 
 
 def admitted(mask: Tensor, name: str, true_means: str) -> Tensor:
@@ -58,10 +59,12 @@ def shared_by_heads(seen: Tensor, name: str) -> Tensor:
     return seen[:, 0]
 
 
-def is_triangle(seen: Tensor) -> bool:
-    """Whether every row t of (B or 1, T, N) admits exactly tokens 0..t. Values must be known."""
-    square = seen.shape[-2] == seen.shape[-1]
-    return square and bool((seen == torch.ones_like(seen[0]).tril()).all())
+def is_triangle(seen: Tensor, padding: Tensor | None = None) -> bool:
+    """Whether row t of (B or 1, T, N) admits exactly those of tokens 0..t that (B, N) padding admits. Values must be known."""
+    if seen.shape[-2] != seen.shape[-1]:
+        return False
+    triangle = torch.ones_like(seen[0]).tril()
+    return bool((seen == (triangle if padding is None else triangle & padding.unsqueeze(1))).all())
 
 
 def rows_alike(seen: Tensor) -> bool:

@@ -17,7 +17,7 @@ def _uneven(tokens: int, seed: int) -> list[int]:
     """Chunk lengths that add up to ``tokens``: 1, then anything."""
     rng, chunks = np.random.default_rng(seed), [1]
     while sum(chunks) < tokens:
-        chunks.append(int(min(rng.integers(1, 14), tokens - sum(chunks))))
+        chunks.append(min(int(rng.integers(1, 14)), tokens - sum(chunks)))
     return chunks
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pom_edge.errors import InputError
 from pom_edge.mixer import PoM, PoMState
 from tests.mixers import SNR_DB, build, lively, stream
-from tests.oracle import Case, evaluate, mix, random_case, random_params, resume, snr_db
+from tests.oracle import Case, mix, random_case, random_params, resume, snr_db
 
 TOKENS = 20_000
 
