@@ -1,6 +1,6 @@
 """Node counts, peak memory and time of the published form's export against ours, same runtime, one run.
 
-    python benchmarks/published_vs_lowered.py [--tokens 4096] [--threads 2]
+    python -m benchmarks.published_vs_lowered [--tokens 4096] [--threads 2]
 
 Each graph runs in a fresh process; memory is the growth of the process's peak over what it held with the session open.
 Times are medians of 9 runs inside those processes, so compare them as ratios only.
@@ -19,14 +19,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.published_form import PublishedForm
 from pom_edge.export.forms import LayerModel
 from pom_edge.export.inputs import Extent, make_inputs, plan_axes
 from pom_edge.export.lowering import lower
 from pom_edge.export.onnx_graph import export_graph, save_graph
 from pom_edge.mixer import PoM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from published_form import PublishedForm  # noqa: E402 - a script beside this one
 
 DIM, DEGREE, EXPAND, HEADS = 384, 3, 2, 6
 

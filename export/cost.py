@@ -121,7 +121,7 @@ def _inner_length(node: ir.Node, sizes: Mapping[str, int]) -> int:
     """K of a matrix product (0 for any other operator)."""
     if node.op_type in ("MatMul", "Gemm") and node.inputs[0] is not None:
         shape = shape_at(node.inputs[0], sizes)
-        transposed = node.op_type == "Gemm" and node.attributes.get_int("transA", 0)
+        transposed = node.op_type == "Gemm" and bool(node.attributes.get_int("transA", 0))
         return shape[0] if transposed else shape[-1]
     if node.op_type == "Conv" and node.inputs[1] is not None:
         return math.prod(shape_at(node.inputs[1], sizes)[1:])

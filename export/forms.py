@@ -14,7 +14,7 @@ LayerMask = Literal["none", "padding", "causal"]
 LAYER_MASKS: tuple[LayerMask, ...] = ("none", "padding", "causal")
 EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 24
 
-__all__ = ["LAYER_MASKS", "LayerMask", "LayerModel", "layer_example"]
+__all__ = ["LAYER_MASKS", "LayerMask", "LayerModel", "layer_example", "layer_mask"]
 
 
 class LayerModel(nn.Module):
@@ -44,14 +44,20 @@ class LayerModel(nn.Module):
         )
 
 
-def layer_example(layer: PoM | CumulativePoM, mask: LayerMask, seed: int = 0) -> dict[str, Tensor]:
-    """Random inputs for a bare layer: x, the padding mask if asked for, a grid of positions for 2-D rotary.
+def layer_mask(text: str) -> LayerMask:
+    """The kind of mask that ``--mask`` names.
 
     Raises:
-        InputError: ``mask`` is none of the known kinds.
+        InputError: none of the known kinds.
     """
-    if mask not in LAYER_MASKS:
-        raise InputError(f"--mask is {mask!r}; expected one of {', '.join(LAYER_MASKS)}")
+    for mask in LAYER_MASKS:
+        if text == mask:
+            return mask
+    raise InputError(f"--mask is {text!r}; expected one of {', '.join(LAYER_MASKS)}")
+
+
+def layer_example(layer: PoM | CumulativePoM, mask: LayerMask, seed: int = 0) -> dict[str, Tensor]:
+    """Random inputs for a bare layer: x, the padding mask if asked for, a grid of positions for 2-D rotary."""
     generator = torch.Generator().manual_seed(seed)
     inputs = {"x": torch.randn(EXAMPLE_BATCH, EXAMPLE_TOKENS, layer.dim, generator=generator)}
     if mask == "padding":

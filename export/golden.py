@@ -104,7 +104,9 @@ def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[s
     Raises:
         InputError: PyTorch refuses the example itself, or answers it with NaN or infinity.
     """
-    kept, notes, total = [], [], 0
+    kept: list[Case] = []
+    notes: list[str] = []
+    total = 0
     for case in cases:
         try:
             case.outputs, case.taps = session.run(case.inputs)

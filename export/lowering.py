@@ -50,9 +50,9 @@ def project_channels(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
     columns = x.transpose(1, 2)  # (B, d, N)
     if groups > 1:
         columns = columns.unflatten(1, (groups, -1))  # (B, G, d/G, N)
-        p = (weight.unflatten(0, (groups, -1)) @ columns).flatten(1, 2)
+        p = torch.matmul(weight.unflatten(0, (groups, -1)), columns).flatten(1, 2)
     else:
-        p = weight @ columns
+        p = torch.matmul(weight, columns)
     return p if bias is None else p + bias.unsqueeze(-1)
 
 
@@ -122,18 +122,18 @@ def collapsed_readout(s: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         (B, T, d).
     """
     rows = h.transpose(1, 2).unflatten(-1, (weight.shape[0], -1)).transpose(1, 2)  # (B, H, 1, D/H)
-    return s @ (rows @ weight).squeeze(2)  # (B, T, H) @ (B, H, d)
+    return torch.matmul(s, torch.matmul(rows, weight).squeeze(2))  # (B, T, H) @ (B, H, d)
 
 
 def headed_readout(s: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """W_ag (s_t * h_t): s (B, T, H), h (B, D, T), weight W_ag^T (D, d) -> (B, T, d)."""
     gated = s.transpose(1, 2).unsqueeze(2) * h.unflatten(1, (s.shape[-1], -1))  # (B, H, D/H, T)
-    return gated.flatten(1, 2).transpose(1, 2) @ weight
+    return torch.matmul(gated.flatten(1, 2).transpose(1, 2), weight)
 
 
 def channel_readout(s: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """W_ag (s_t * h_t) with one gate for each channel: s (B, D, T), h (B, D, 1 or T), weight W_ag^T (D, d) -> (B, T, d)."""
-    return (s * h).transpose(1, 2) @ weight
+    return torch.matmul((s * h).transpose(1, 2), weight)
 
 
 class RotaryTables(nn.Module):

@@ -63,8 +63,7 @@ class PolynomialMixer(nn.Module):
     """
 
     # What PyTorch's transformer layers look at before they take their fused path, which would compute an attention from
-    # these weights: without an in-projection they call forward() (torch 2.13, torch/nn/modules/transformer.py).
-    in_proj_weight: Tensor | None = None
+    # the weights found here: without a bias of the in-projection they call forward() (torch 2.13, nn/modules/transformer.py).
     in_proj_bias: Tensor | None = None
     _qkv_same_embed_dim = False
 
@@ -105,6 +104,16 @@ class PolynomialMixer(nn.Module):
         self.kdim = self.vdim = embed_dim
         settings = MixerSettings(degree, expand, n_sel_heads, n_groups)
         self.pom = settings.build(embed_dim, num_heads, bias).to(device=device, dtype=dtype)
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        """Read by nn.TransformerEncoder before it packs a padded batch; never computed with."""
+        return self.pom.projection()[0]
+
+    @property
+    def out_proj(self) -> nn.Linear:
+        """As :attr:`in_proj_weight`."""
+        return self.pom.ag_proj
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, dropout={self.dropout}, batch_first={self.batch_first}"
@@ -240,6 +249,11 @@ def replace_attention(
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), num_layers=6)
         >>> replace_attention(encoder, degree=3, skip=lambda path, attention: path.startswith("layers.5."))
     """
+    if _is_attention(model):
+        raise InputError(
+            f"the model is itself an attention ({type(model).__name__}), which cannot be swapped in place; "
+            "make a PolynomialMixer instead"
+        )
     settings = MixerSettings(degree, expand, n_sel_heads, n_groups)
     new: dict[nn.Module, nn.Module] = {}  # an attention that is used in two places becomes one mixer in two places
     places: list[tuple[nn.Module, str, nn.Module]] = []
@@ -285,13 +299,14 @@ def _hugging_face() -> ModuleType:
 def _is_attention(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
-    return _is_hugging_face(module) and _hugging_face().is_attention(module)
+    return _is_hugging_face(module) and bool(_hugging_face().is_attention(module))
 
 
 def _replacement(attention: nn.Module, settings: MixerSettings) -> nn.Module:
     if isinstance(attention, nn.MultiheadAttention):
         return _from_multihead(attention, settings)
-    return _hugging_face().mixer_for(attention, settings)
+    mixer: nn.Module = _hugging_face().mixer_for(attention, settings)
+    return mixer
 
 
 def _from_multihead(attention: nn.MultiheadAttention, settings: MixerSettings) -> PolynomialMixer:

@@ -189,8 +189,8 @@ def _read_torch(path: Path, unsafe_pickle: bool) -> Any:
             return _read_pickle(path)
         raise CheckpointError(
             f"{path} holds pickled Python objects, and loading those runs code from the file; expected weights only. In the "
-            "environment that made it: torch.save(model.state_dict(), 'weights.pt'), then give --factory. If you trust the file, "
-            f"--unsafe-pickle loads it ({_reason(error)})"
+            "environment that made it: torch.save(model.state_dict(), 'weights.pt'), then give --factory. If you trust the "
+            f"file, --unsafe-pickle loads it ({_reason(error)})"
         ) from error
     except Exception as error:  # zip, storage and size errors of a damaged file
         raise CheckpointError(
@@ -289,8 +289,8 @@ def _from_state(content: Any, options: _Options, path: Path) -> LoadedModel:
     prefixes = find_layers(widened.tensors)
     if not prefixes:
         raise CheckpointError(
-            f"{path} is a state dict without a PoM layer (it holds {some(list(widened.tensors))}); expected a pom-edge checkpoint, "
-            "a published PoM layer, or give --factory module:callable to say which model these weights belong to"
+            f"{path} is a state dict without a PoM layer (it holds {some(list(widened.tensors))}); expected a pom-edge "
+            "checkpoint, a published PoM layer, or give --factory module:callable to say which model these weights belong to"
         )
     prefix = prefixes[0]
     others = [name for name in widened.tensors if not name.startswith(prefix)]

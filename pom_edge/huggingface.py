@@ -75,12 +75,12 @@ class HuggingFaceMixer(nn.Module):
         context = encoder_hidden_states if self.cross else hidden_states
         if context is None:
             raise InputError("a cross-attention needs encoder_hidden_states, found None")
-        mask, causal = self._visible(attention_mask)
+        mask, causal = self._visible(attention_mask, context.shape[0])
         if self.training and self.dropout > 0:
             mask = drop_tokens(mask, context, self.dropout)
         return self.pom(hidden_states, context, mask=mask, causal=causal), None
 
-    def _visible(self, mask: Tensor | None) -> tuple[Tensor | None, bool]:
+    def _visible(self, mask: Tensor | None, batch: int) -> tuple[Tensor | None, bool]:
         """The mask and the causal flag for the PoM. A 4-D mask says all there is to say, the causal pattern included."""
         if mask is None:
             return None, self.is_causal
@@ -91,11 +91,11 @@ class HuggingFaceMixer(nn.Module):
         seen = shared_by_heads(admitted(mask, "attention_mask", true_means="keep"), "attention_mask")  # (B, 1 or T, N)
         if tracing():
             return seen, False
+        last = seen[:, -1]  # under a causal mask the last token sees all that are no padding
         if rows_alike(seen):
-            return seen[:, 0], False
-        padding = seen[:, -1]  # under a causal mask the last token sees all that are no padding
-        if is_triangle(seen, padding):
-            return padding, True
+            return last.expand(batch, -1), False
+        if is_triangle(seen, last):
+            return last.expand(batch, -1), True
         return seen, False
 
 

@@ -17,8 +17,7 @@ __all__ = ["admitted", "drop_tokens", "is_triangle", "rows_alike", "shared_by_he
 
 def tracing() -> bool:
     """Whether a graph is being recorded: tensor values are then unknown, and sizes may be symbols."""
-    jit = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # public, but untyped in torch 2.13
-    return torch.compiler.is_compiling() or bool(jit)
+    return torch.compiler.is_compiling()
 
 
 def admitted(mask: Tensor, name: str, true_means: str) -> Tensor:

@@ -421,7 +421,8 @@ def running_sum(f: Tensor) -> Tensor:
     within = padded.cumsum(2)
     totals = within[:, :, -1]  # (B, blocks, C)
     before = totals.cumsum(1) - totals
-    return (within + before.unsqueeze(2)).flatten(1, 2)[:, :tokens]
+    total: Tensor = (within + before.unsqueeze(2)).flatten(1, 2)
+    return total[:, :tokens]
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

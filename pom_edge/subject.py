@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pom_edge.checkpoint import LoadedModel, load_checkpoint, load_example
 from pom_edge.errors import InputError
-from pom_edge.export.forms import LAYER_MASKS, LayerModel, layer_example
+from pom_edge.export.forms import LayerModel, layer_example, layer_mask
 from pom_edge.mixer import CumulativePoM, PoM
 from pom_edge.models import ModelConfig, example_inputs
 
@@ -84,16 +84,15 @@ def subject_from_model(model: nn.Module, options: ExportOptions) -> Subject:
 
 
 def _from_layer(layer: PoM | CumulativePoM, options: ExportOptions) -> Subject:
-    if options.mask not in LAYER_MASKS:
-        raise InputError(f"--mask is {options.mask!r}; expected one of {', '.join(LAYER_MASKS)}")
-    mask = options.mask
-    example = _example(options, None) or layer_example(layer, mask)  # type: ignore[arg-type]
+    mask = layer_mask(options.mask)
+    module = LayerModel(layer, mask).eval()
+    example = _example(options, module) or layer_example(layer, mask)
     settings = {"dim": layer.dim, "degree": layer.degree, "expand": layer.expand, "bias": layer.bias}
     if isinstance(layer, PoM):
         names = ("n_groups", "n_sel_heads", "rotary", "rotary_base", "clamp_max", "gate", "first_power")
         settings |= {name: getattr(layer, name) for name in names}
     info = {"kind": "layer", "class": type(layer).__name__, "mask": mask, **settings}
-    return Subject(LayerModel(layer, mask).eval(), example, info)  # type: ignore[arg-type]
+    return Subject(module, example, info)
 
 
 def _from_module(
@@ -143,20 +142,33 @@ class _ByPosition(nn.Module):
         return self.module(*(inputs[name] for name in self.names))
 
 
-def _example(options: ExportOptions, model: nn.Module | None) -> dict[str, Tensor]:
-    """Example inputs from ``--example``, from Python, or none."""
+def _example(options: ExportOptions, module: nn.Module | None) -> dict[str, Tensor]:
+    """Example inputs from ``--example`` or from Python, in the order of forward's arguments; empty where none were given."""
     given = options.example
     if given is None:
         return {}
     inputs = load_example(given) if isinstance(given, str) else {k: torch.as_tensor(v) for k, v in given.items()}
-    if model is not None and "x" in inputs:
-        inputs = _rename_first(inputs, model)
-    return inputs
+    return inputs if module is None else _by_signature(inputs, module)
 
 
-def _rename_first(inputs: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A lone ``x`` (a .npy file has no names) stands for the first argument of forward, whatever its name."""
-    parameters = [p.name for p in inspect.signature(model.forward).parameters.values()]
-    if "x" in parameters or len(inputs) != 1 or not parameters:
+def _by_signature(inputs: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Order inputs as forward takes them; a lone ``x`` (a .npy file has no names) stands for the first argument.
+
+    Raises:
+        InputError: forward has no argument of that name, or needs one that is not given.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return inputs
-    return {parameters[0]: inputs["x"]}
+    if list(inputs) == ["x"] and "x" not in parameters and parameters:
+        inputs = {next(iter(parameters)): inputs["x"]}
+    unknown = [name for name in inputs if name not in parameters]
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    missing = [name for name in needed if name not in inputs]
+    if unknown or missing:
+        wrong = f"has no argument {', '.join(unknown)}" if unknown else f"needs {', '.join(missing)} too"
+        raise InputError(
+            f"the example gives {', '.join(inputs)}, but {type(module).__name__}.forward {wrong}; it takes "
+            f"{', '.join(parameters)}"
+        )
+    return {name: inputs[name] for name in parameters if name in inputs}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pom_edge.errors import CheckpointError
 from pom_edge.mixer import PoM
 from pom_edge.published import fuse
-from pom_edge.tables import TABLE_NAMES, read_base, rotary_of
+from pom_edge.tables import TABLE_NAMES, TABLES, read_base, rotary_of
 
 COMPILED = "_orig_mod."  # what torch.compile puts before the names, also in the middle of them
 # Averaged copies: torch's AveragedModel, timm, ema_pytorch, latent diffusion, Lightning callbacks.
@@ -101,13 +101,17 @@ def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
 
 
 def to_float32(tensors: Mapping[str, Tensor]) -> State:
-    """Widen (or from float64 narrow) floating tensors to FP32, the precision everything is computed in, and say so."""
-    kinds = Counter(t.dtype for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32)
+    """Widen (or from float64 narrow) weights to FP32, the precision everything is computed in, and say so.
+
+    Rotary tables keep their type: how far they were rounded says how well their base is known.
+    """
+    weights = {name: t for name, t in tensors.items() if t.is_floating_point() and name.rpartition(".")[2] not in TABLE_NAMES}
+    kinds = Counter(tensor.dtype for tensor in weights.values() if tensor.dtype != torch.float32)
     notes = []
     if kinds:
         listed = ", ".join(f"{count} as {str(dtype).removeprefix('torch.')}" for dtype, count in kinds.items())
         notes.append(f"weights are stored in another precision ({listed}); they are computed in FP32")
-    return State({n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}, notes)
+    return State({**tensors, **{name: tensor.float() for name, tensor in weights.items()}}, notes)
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> list[str]:
@@ -127,7 +131,8 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> l
     Raises:
         CheckpointError: names or shapes that do not fit; the first few of each are listed.
     """
-    target = {name.replace(COMPILED, ""): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    target = {name.replace(COMPILED, ""): value for name, value in own.items()}
     given, warnings = _align({name.replace(COMPILED, ""): tensor for name, tensor in tensors.items()}, target, source)
     warnings += _convert_old(given, target)
     warnings += _drop_tables(given, target, model)
@@ -135,12 +140,10 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> l
     problems = _differences(given, target)
     if problems:
         raise CheckpointError(
-            f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}. Expected the state dict of exactly the model "
-            "that the factory builds: are its settings those of the training run?"
+            f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}. Expected the state dict of exactly the "
+            "model that the factory builds: are its settings those of the training run?"
         )
-    with torch.no_grad():
-        for name, value in target.items():
-            value.copy_(given[name])
+    model.load_state_dict({name: given[name.replace(COMPILED, "")] for name in own}, strict=False)  # all are there, see above
     return warnings
 
 
@@ -156,18 +159,18 @@ def _named(entry: Any) -> dict[str, Tensor]:
 
 
 def _is_ema(name: str) -> bool:
-    return name.split(".")[0] in _EMA or name.replace(COMPILED, "").split(".")[0] in _EMA
+    """Whether the name starts with that of an averaged copy; deeper in, a module may well be called ``ema``."""
+    parts = name.replace(COMPILED, "").split(".")
+    return parts[0] in _EMA or (parts[0] in ("module", "model") and len(parts) > 2 and parts[1] in _EMA)
 
 
 def _without_copies(tensors: dict[str, Tensor]) -> State:
     """Leave out averaged copies that lie beside the weights in one flat dict."""
-    copies = [name for name in tensors if any(part in _EMA for part in name.split(".")[:-1])]
+    tensors = {name: tensor for name, tensor in tensors.items() if not (name in _COUNTERS and tensor.numel() == 1)}
+    copies = [name for name in tensors if "." in name and _is_ema(name)]
     live = {name: tensor for name, tensor in tensors.items() if name not in set(copies)}
-    live = {name: tensor for name, tensor in live.items() if not (name in _COUNTERS and tensor.numel() == 1)}
-    if not copies:
-        return State(live)
-    if not live:
-        return State(tensors, ["only an averaged copy of the weights was found, and loaded"])
+    if not copies or not live:
+        return State(tensors, ["only an averaged copy of the weights was found, and loaded"] if copies else [])
     return State(live, [f"an averaged copy of the weights was left out ({some(copies)}); to use that one, save it alone"])
 
 
@@ -244,20 +247,31 @@ def _drop_tables(given: dict[str, Tensor], target: Mapping[str, Tensor], model: 
                 )
             for name in tables:
                 del given[prefix + name]
-        elif len(own) == len(tables) and any(own[name].shape != tables[name].shape for name in own):
-            if all(_same_rows(own[name], tables[name]) for name in own):
-                given |= {prefix + name: table for name, table in own.items()}
-                resized.append(owner or "the layer")
+        elif len(own) == len(tables) and _replaceable(own, tables):
+            given |= {prefix + name: table for name, table in own.items()}
+            resized.append(owner or "the layer")
     if not resized:
         return []
-    return [f"rotary tables of another length were left out, the model's own agree where both have rows: {some(resized)}"]
+    return [f"rotary tables of another length or precision were left out; the model's own have the same base: {some(resized)}"]
 
 
-def _same_rows(own: Tensor, table: Tensor) -> bool:
-    if own.ndim != 2 or table.ndim != 2 or own.shape[1] != table.shape[1]:
+def _replaceable(own: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> bool:
+    """Whether the model's own tables stand for those of the file: other rows or rounding, the same base."""
+    if all(own[name].shape == tables[name].shape and own[name].dtype == tables[name].dtype for name in own):
+        return False  # nothing to replace: they load as they are
+    if any(own[n].ndim != 2 or tables[n].ndim != 2 or own[n].shape[1] != tables[n].shape[1] for n in own):
+        return False  # another width: reported as a shape that does not fit
+    rotary = rotary_of(set(own))
+    if rotary is None:
         return False
-    rows = min(own.shape[0], table.shape[0])
-    return rows > 0 and torch.allclose(own[:rows].float(), table[:rows].float(), rtol=0, atol=8e-3)
+    hidden = own[TABLES[rotary][0][0]].shape[1] * 2 * len(TABLES[rotary])
+    ours, theirs = read_base(own, rotary, hidden), read_base(tables, rotary, hidden)
+    if abs(ours / theirs - 1) > _TOLERANCE:
+        raise CheckpointError(
+            f"the rotary tables in the file were made with base {theirs:g}, those of the model with {ours:g}; build the model "
+            f"with rope_base={theirs:g}"
+        )
+    return True
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:

@@ -46,7 +46,7 @@ def read(name: str) -> Recording:
     """One recording by the stem of its file name."""
     with safe_open(FOLDER / f"{name}.safetensors", "np") as file:
         metadata = file.metadata()
-        tensors: dict[str, NDArray[Any]] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
+        tensors: dict[str, NDArray[Any]] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no dict  # noqa: SIM118  # not a dict
     tables = ("freqs_", "row_", "col_")
     params = {
         key.removeprefix("param."): value

@@ -274,7 +274,7 @@ def _thicken(crop: Floats) -> Floats:
     if grow < 1:
         return crop
     grown = Image.fromarray((np.pad(crop, grow) * 255).astype(np.uint8)).filter(ImageFilter.MaxFilter(2 * grow + 1))
-    return np.asarray(grown, np.float32) / 255
+    return np.asarray(grown, np.float32) / np.float32(255)
 
 
 def _centre(crop: Floats) -> Bytes:

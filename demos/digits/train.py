@@ -63,7 +63,9 @@ def parameter_groups(model: nn.Module, rate: float, decay: float) -> list[dict[s
     proportional to them, nearly zero. A larger step (Adam's is about the rate, whatever the gradient) wakes them within
     the warm-up; decay would pull them back to silence, `--penalty` is the tool for keeping them small.
     """
-    coefficients, matrices, vectors = [], [], []
+    coefficients: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if name.endswith("po_coeff"):
             coefficients.append(parameter)
@@ -106,7 +108,7 @@ def train(
             if penalty:
                 loss = loss + penalty * coefficient_penalty(model)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()

@@ -145,9 +145,14 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bug"), OSError(errno.ENOSPC, "full")])
 def test_an_interrupted_write_changes_nothing(path: Path, error: BaseException) -> None:
     before = _snapshot(path)
-    with pytest.raises(type(error)), write_bundle(path, overwrite=True) as folder:
-        (folder / "half").write_text("half")
-        raise error
+
+    def interrupted() -> None:
+        with write_bundle(path, overwrite=True) as folder:
+            (folder / "half").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        interrupted()
     assert _snapshot(path) == before and _leftovers(path) == []
 
 

@@ -77,7 +77,7 @@ def test_training_with_the_penalty_shrinks_high_powers() -> None:
             loss = nn.functional.mse_loss(layer(x), target) + weight * coefficient_penalty(layer)
             (gradient,) = torch.autograd.grad(loss, [layer.po_coeff])
             with torch.no_grad():
-                layer.po_coeff -= 0.1 * gradient
+                layer.po_coeff.sub_(0.1 * gradient)
         return layer.po_coeff.detach().abs().mean(0)
 
     free, held = trained(0.0), trained(0.1)

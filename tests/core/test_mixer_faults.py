@@ -175,7 +175,8 @@ class _Largest(TorchDispatchMode):
 
 
 def _largest(run: Callable[[], object]) -> int:
-    with _Largest() as mode:
+    mode = _Largest()
+    with mode:
         run()
     return mode.elements
 
