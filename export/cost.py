@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from pom_edge.errors import GateError
 
-__all__ = ["Cost", "graph_cost", "shape_at"]
+__all__ = ["Cost", "elements_at", "graph_cost", "graph_nodes", "has_shape", "shape_at"]
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -58,11 +58,16 @@ def shape_at(value: ir.Value, sizes: Mapping[str, int]) -> list[int]:
     """The shape of a value when the free axes have the given lengths.
 
     Raises:
-        GateError: the value has no known shape, or its shape depends on an axis that is not in ``sizes``.
+        GateError: the shape is not known from the inputs: it depends on data, or the exporter left none.
     """
-    if value.shape is None:
+    if not has_shape(value):
         raise GateError(f"value {value.name!r} has no shape: its cost cannot be bounded")
-    return [dim if isinstance(dim, int) else _evaluate(str(dim.value), sizes, value) for dim in value.shape]
+    return [dim if isinstance(dim, int) else _evaluate(str(dim.value), sizes, value) for dim in value.shape or ()]
+
+
+def has_shape(value: ir.Value) -> bool:
+    """Whether every dimension is a number or a formula. torch 2.13 leaves none inside decomposed attention."""
+    return value.shape is not None and all(isinstance(dim, int) or dim.value is not None for dim in value.shape)
 
 
 def _evaluate(expression: str, sizes: Mapping[str, int], value: ir.Value) -> int:
@@ -88,7 +93,8 @@ def graph_cost(model: ir.Model, sizes: Mapping[str, int]) -> Cost:
     """Sum over the nodes of a graph.
 
     Matrix products count 2 M N K; every other operator one operation for each element it writes (Erf and its like cost
-    more, but by a constant that no growth depends on). Bytes are those of all inputs and outputs.
+    more, but by a constant that no growth depends on). Bytes are those of all inputs and outputs. Values without a shape
+    (see :func:`has_shape`) are left out; the lint says where they are.
     """
     flops = moved = 0.0
     for node in graph_nodes(model):
@@ -110,7 +116,7 @@ def elements_at(value: ir.Value, sizes: Mapping[str, int]) -> int:
 
 
 def _elements(value: ir.Value | None, sizes: Mapping[str, int]) -> int:
-    return 0 if value is None or value.shape is None else elements_at(value, sizes)
+    return 0 if value is None or not has_shape(value) else elements_at(value, sizes)
 
 
 def _itemsize(value: ir.Value) -> float:
@@ -119,7 +125,7 @@ def _itemsize(value: ir.Value) -> float:
 
 def _inner_length(node: ir.Node, sizes: Mapping[str, int]) -> int:
     """K of a matrix product (0 for any other operator)."""
-    if node.op_type in ("MatMul", "Gemm") and node.inputs[0] is not None:
+    if node.op_type in ("MatMul", "Gemm") and node.inputs[0] is not None and has_shape(node.inputs[0]):
         shape = shape_at(node.inputs[0], sizes)
         transposed = node.op_type == "Gemm" and bool(node.attributes.get_int("transA", 0))
         return shape[0] if transposed else shape[-1]

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from pom_edge.errors import GateError
-from pom_edge.export.cost import elements_at, graph_cost, graph_nodes
+from pom_edge.export.cost import elements_at, graph_cost, graph_nodes, has_shape
 from pom_edge.export.inputs import BATCH, CONTEXT, TOKENS
 from pom_edge.export.onnx_graph import MAX_IR_VERSION, OPSET, Graph
 
@@ -162,7 +162,9 @@ def no_square_tensor(context: GraphContext) -> Iterator[Finding]:
         return
     for node in _square_nodes(context):
         if _inside(str(node.name), context.graph.mixers):
-            yield Finding("square-tensor", str(node.name), f"{node.op_type} makes a tokens x tokens tensor")
+            yield Finding(
+                "square-tensor", str(node.name), f"{node.op_type} makes a tokens x tokens tensor, or one of unknown size"
+            )
 
 
 def linear_cost(context: GraphContext) -> Iterator[Finding]:
@@ -174,7 +176,7 @@ def linear_cost(context: GraphContext) -> Iterator[Finding]:
     outside = [node for node in _square_nodes(context) if not _inside(str(node.name), context.graph.mixers)]
     if outside or any(value.name == "mask" and len(value.shape or ()) == 3 for value in context.model.graph.inputs):
         where = outside[0].name if outside else "the mask for each query"
-        context.notes.append(f"linear-cost: not applied, the model mixes tokens quadratically elsewhere ({where})")
+        context.notes.append(f"linear-cost: not applied, the model mixes tokens in another way too ({where})")
         return
     once, four = graph_cost(context.model, sizes), graph_cost(context.model, _sizes(context.model, 4 * GROWTH_TOKENS))
     for name, growth in (("operations", four.flops / once.flops), ("bytes", four.bytes / once.bytes)):
@@ -226,11 +228,12 @@ def lint(context: GraphContext) -> list[str]:
 
 
 def _square_nodes(context: GraphContext) -> Iterator[ir.Node]:
+    """Nodes that write a tokens x tokens tensor, or one whose size is not known."""
     sizes = _sizes(context.model, SQUARE_TOKENS)
     if TOKENS not in sizes:
         return
     for node in graph_nodes(context.model):
-        if any(v.shape is not None and elements_at(v, sizes) >= SQUARE_TOKENS**2 // 4 for v in node.outputs):
+        if any(not has_shape(v) or elements_at(v, sizes) >= SQUARE_TOKENS**2 // 4 for v in node.outputs):
             yield node
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
 from pom_edge.errors import InputError
-from pom_edge.export.inputs import Axes
+from pom_edge.export.inputs import BATCH, Axes
 from pom_edge.export.reference import Taps, named_outputs
 
 OPSET = 18  # complete in ONNX Runtime's CUDA kernels and in JetPack 6's parser; 19 and later leave operators on the CPU
@@ -117,7 +118,7 @@ def export_graph(model: nn.Module, mixers: list[str], inputs: dict[str, Tensor],
     except InputError:
         raise
     except Exception as error:  # whatever a user's model can raise while traced
-        raise InputError(f"torch.export cannot trace the model: {_first_lines(error)}") from error
+        raise InputError(_untraceable(error, axes)) from error
     graph = _to_onnx(program, list(inputs), [*names, *tap_names])
     _name_axes(graph, axes)
     taps = dict(zip(tap_names, graph.graph.outputs[len(names) :], strict=True))
@@ -259,6 +260,21 @@ def save_graph(model: ir.Model, path: Path, metadata: dict[str, str]) -> list[st
 def check_file(path: Path) -> None:
     """onnx.checker over the saved file, shapes included."""
     onnx.checker.check_model(str(path), full_check=True)
+
+
+def _untraceable(error: Exception, axes: Axes) -> str:
+    """torch's reason, or in our words the one that users meet: an axis that the model does not leave free."""
+    pinned = re.search(r"Constraints violated \(([\w, ]+)\)", str(error))
+    if pinned is None:
+        return f"torch.export cannot trace the model: {_first_lines(error)}"
+    names = pinned.group(1)
+    where = ", ".join(name for name, dims in axes.items() if set(names.split(", ")) & set(dims))
+    option = "--batch N" if names == BATCH else "--tokens N"
+    return (
+        f"the model does not leave {names} free (inputs {where}): it computes with the example's length, for example in a "
+        f"table of positions. Fix the length with {option}, or give an example whose other sizes differ from it. torch says: "
+        f"{_first_lines(error, 3)}"
+    )
 
 
 def _first_lines(error: Exception, lines: int = 6) -> str:

@@ -20,6 +20,8 @@ from pom_edge.mixer import PoM
 
 Skip = Callable[[str, nn.Module], bool]
 
+TRANSFORMERS_MAJOR = 5
+
 __all__ = ["MixerSettings", "PolynomialMixer", "replace_attention"]
 
 
@@ -293,6 +295,9 @@ def _is_hugging_face(module: nn.Module) -> bool:
 
 def _hugging_face() -> ModuleType:
     """pom_edge.huggingface, which imports transformers: only for a model that was made with it."""
+    version = importlib.import_module("transformers").__version__
+    if int(version.split(".")[0]) < TRANSFORMERS_MAJOR:  # version 4 calls its attention layers with other arguments
+        raise InputError(f"found transformers {version}; expected {TRANSFORMERS_MAJOR} or newer: pip install 'pom-edge[hf]'")
     return importlib.import_module("pom_edge.huggingface")
 
 

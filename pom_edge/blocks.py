@@ -101,13 +101,18 @@ class FullAttention(Attention):
     """Every token sees every other one: quadratic, and fused where PyTorch can."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        if mask is None:
+        exporting = torch.compiler.is_exporting()
+        if mask is None and not exporting:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        seen = mask[:, None, None, :] > 0  # (B, 1, 1, N)
-        if causal:
-            index = torch.arange(q.shape[2], device=q.device)
-            seen = seen & (index[:, None] >= index)  # (B, 1, N, N)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=score_bias(seen, q.dtype))
+        index = torch.arange(q.shape[2], device=q.device)
+        seen = index[:, None] >= index if causal else None  # (N, N)
+        if mask is not None:
+            admitted = mask[:, None, None, :] > 0  # (B, 1, 1, N)
+            seen = admitted if seen is None else admitted & seen
+        bias = None if seen is None else score_bias(seen, q.dtype)
+        if exporting:  # onnxscript 0.7.1 translates the fused operator into nodes of unknown shape, whose cost has no bound
+            return attention(q, k, v, bias)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 class LocalAttention(Attention):
@@ -138,8 +143,7 @@ class LocalAttention(Attention):
         admitted = F.pad(admitted, (0, padding))[:, None, :, None]  # (B or 1, 1, blocks w, 1)
         admitted = self._with_neighbours(admitted, blocks, causal).transpose(-1, -2) > 0  # (.., blocks, 1, c w)
         seen = admitted & self.band(causal, q.device)  # (.., blocks, w, c w)
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + score_bias(seen, q.dtype)
-        y: Tensor = scores.softmax(-1) @ v  # (B, H, blocks, w, e)
+        y = attention(q, k, v, score_bias(seen, q.dtype))  # (B, H, blocks, w, e)
         return y.flatten(2, 3)[:, :, :tokens]
 
     def band(self, causal: bool, device: torch.device) -> Tensor:
@@ -158,6 +162,14 @@ class LocalAttention(Attention):
         padded = F.pad(t, (0, 0, w, w))  # (B, H, w + blocks w + w, e)
         rows = [padded[:, :, (1 + s) * w : (1 + s) * w + tokens] for s in shifts]
         return torch.cat([row.reshape(*row.shape[:2], blocks, w, -1) for row in rows], dim=3)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(e) + bias) v: q (.., T, e), k and v (.., N, e), bias broadcast to (.., T, N) -> (.., T, e)."""
+    scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(-1) @ v
 
 
 def score_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:

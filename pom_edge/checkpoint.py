@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pom_edge.errors import CheckpointError, InputError
 from pom_edge.examples import call_named, load_example
 from pom_edge.exchange import writing_errors
+from pom_edge.filecontent import Stored, pickled_module, read_content
 from pom_edge.fileformat import identify
 from pom_edge.mixer import CumulativePoM, PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.program import load_program
-from pom_edge.published import build_layer, find_layers
+from pom_edge.published import LAYOUTS, build_layer, find_layers
+from pom_edge.recognise import is_published, to_pom
 from pom_edge.weights import check_finite, find_state, load_into, some, to_float32, without_prefix
 
 FORMAT = "pom-edge"
@@ -71,6 +71,19 @@ class _Options:
     clamp: float | None
     unsafe_pickle: bool
 
+    def check(self) -> None:
+        """Refuse values that no file could make right.
+
+        Raises:
+            InputError: an unknown layout, a degree below 1, a clamp that is not a positive number.
+        """
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise InputError(f"--layout is {self.layout!r}; expected one of {', '.join(LAYOUTS)}")
+        if self.degree is not None and self.degree < 1:
+            raise InputError(f"--degree is {self.degree}; expected at least 1")
+        if self.clamp is not None and not 0 < self.clamp < float("inf"):
+            raise InputError(f"--clamp is {self.clamp:g}; expected a positive number: 6 as published, 1 for layers of SD3.5")
+
     def refuse(self, names: Sequence[str], why: str) -> None:
         """Options that would be ignored are refused, so that nobody believes they worked."""
         given = [name for name in names if getattr(self, name) not in (None, False)]
@@ -105,16 +118,27 @@ def load_checkpoint(
         InputError: options that do not apply to this kind of file.
     """
     options = _Options(factory, layout, degree, clamp, unsafe_pickle)
+    options.check()
     path = Path(path)
-    kind = identify(path)
-    if kind == "pt2":
+    if identify(path) == "pt2":
         options.refuse((*LAYER_OPTIONS, "factory"), "a .pt2 is a complete program")
-        return LoadedModel(None, "torch.export archive", exported_program=load_program(path, unsafe_pickle))
-    content, metadata = _read_safetensors(path) if kind == "safetensors" else (_read_torch(path, unsafe_pickle), {})
-    if isinstance(content, nn.Module):
-        return _from_pickle(content, options)
-    if metadata.get("format") == FORMAT:
-        content = _unpack(content, metadata, path)
+        program = load_program(path, unsafe_pickle)
+        check_finite(program.state_dict, path.name)
+        return LoadedModel(None, "torch.export archive", exported_program=program)
+    stored = read_content(path, unsafe_pickle)
+    loaded = _interpret(stored, options, path)
+    loaded.warnings[:0] = stored.warnings
+    return loaded
+
+
+def _interpret(stored: Stored, options: _Options, path: Path) -> LoadedModel:
+    """What the content of a torch or safetensors file is: a module, our format, or a state dict."""
+    content = stored.content
+    module = pickled_module(content)
+    if module is not None:
+        return _from_pickle(module, options, path)
+    if stored.metadata.get("format") == FORMAT:
+        content = _unpack(content, stored.metadata, path)
     if isinstance(content, Mapping) and content.get("format") == FORMAT:
         options.refuse(
             (*LAYER_OPTIONS, "factory"), f"{path.name} is a pom-edge checkpoint and says itself how its model is built"
@@ -155,20 +179,27 @@ def save_checkpoint(
         class_names: of a classifier.
 
     Raises:
-        InputError: the place cannot be written, or the weights are not finite.
+        CheckpointError: the weights are not finite, or the model is not the one that ``config`` describes.
+        InputError: the place cannot be written, or samples, labels and class names do not belong together.
     """
     path = Path(path)
+    _check_extras(samples or {}, labels, class_names)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     check_finite(state, path.name)
+    expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
+    if {name: tensor.shape for name, tensor in state.items()} != expected:
+        raise CheckpointError(
+            f"the weights of this {type(model).__name__} are not those that its config builds, so {path.name} could not be "
+            "loaded; pass the config that build_model was called with"
+        )
     samples = {name: tensor.detach().cpu().contiguous() for name, tensor in (samples or {}).items()}
     names = list(class_names) if class_names is not None else None
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with writing_errors(path):
             if path.suffix == ".safetensors":
-                tensors = {
-                    f"model.{name}": tensor.clone() for name, tensor in state.items()
-                }  # clone: tied weights share memory
+                # Tied weights share memory, which safetensors refuses: clone.
+                tensors = {f"model.{name}": tensor.clone() for name, tensor in state.items()}
                 tensors |= {f"sample.{name}": tensor for name, tensor in samples.items()}
                 tensors |= {} if labels is None else {"labels": labels.cpu().contiguous()}
                 metadata = {"format": FORMAT, "version": str(VERSION), "config": json.dumps(config.to_dict())}
@@ -181,42 +212,16 @@ def save_checkpoint(
         temporary.unlink(missing_ok=True)
 
 
-def _read_torch(path: Path, unsafe_pickle: bool) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if unsafe_pickle:
-            return _read_pickle(path)
-        raise CheckpointError(
-            f"{path} holds pickled Python objects, and loading those runs code from the file; expected weights only. In the "
-            "environment that made it: torch.save(model.state_dict(), 'weights.pt'), then give --factory. If you trust the "
-            f"file, --unsafe-pickle loads it ({_reason(error)})"
-        ) from error
-    except Exception as error:  # zip, storage and size errors of a damaged file
-        raise CheckpointError(
-            f"{path} cannot be read: {_reason(error)}. The file is truncated or damaged; copy or save it again"
-        ) from error
-
-
-def _read_pickle(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be unpickled here: {_reason(error)}; its classes must be importable") from error
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    unsupported = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    return ((unsupported or lines)[0] if lines else type(error).__name__)[:200]
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {_reason(error)}; copy or save it again") from error
+def _check_extras(samples: Mapping[str, Any], labels: Any, class_names: Any) -> None:
+    """Samples are tensors of one batch, labels are as many; class names are texts."""
+    wrong = [str(name) for name, value in samples.items() if not isinstance(value, Tensor) or value.ndim == 0]
+    if wrong:
+        raise InputError(f"samples hold {some(wrong)}, which are no tensors with a batch axis; expected input name to tensor")
+    batches = {value.shape[0] for value in samples.values()} | (set() if labels is None else {len(labels)})
+    if len(batches) > 1:
+        raise InputError(f"samples and labels have {sorted(batches)} rows; expected the same number in each")
+    if class_names is not None and not all(isinstance(name, str) for name in class_names):
+        raise InputError("class_names hold something else than text; expected one name for each class")
 
 
 def _unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
@@ -253,7 +258,12 @@ def _from_ours(content: Mapping[str, Any], path: Path) -> LoadedModel:
         settings = ModelConfig.from_dict(config)
     except InputError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    check_finite(state, path.name)
+    samples, labels, class_names = content.get("samples") or {}, content.get("labels"), content.get("class_names")
+    try:
+        _check_extras(samples, labels, class_names)
+    except (InputError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    check_finite(find_state(state, path.name).tensors, path.name)
     widened = to_float32(state)
     model = build_model(settings)
     warnings = widened.warnings + load_into(model, widened.tensors, path.name)
@@ -261,18 +271,20 @@ def _from_ours(content: Mapping[str, Any], path: Path) -> LoadedModel:
         model.eval(),
         "pom-edge checkpoint",
         config=settings,
-        samples=dict(content.get("samples") or {}),
-        labels=content.get("labels"),
-        class_names=content.get("class_names"),
+        samples=dict(samples),
+        labels=labels,
+        class_names=None if class_names is None else list(class_names),
         warnings=warnings,
     )
 
 
-def _from_pickle(model: nn.Module, options: _Options) -> LoadedModel:
+def _from_pickle(model: nn.Module, options: _Options, path: Path) -> LoadedModel:
     options.refuse((*LAYER_OPTIONS, "factory"), "the file holds a complete pickled module")
-    check_finite(model.state_dict(), type(model).__name__)
-    note = "the module was unpickled, which ran code from the file; a state dict with --factory does not need that"
-    return LoadedModel(model.float().eval(), "pickled module", warnings=[note])
+    check_finite(dict(model.state_dict()), path.name)
+    if is_published(model):
+        layer = to_pom(model.float())
+        return LoadedModel(layer.eval(), "pickled PoM layer", layer=layer)
+    return LoadedModel(model.float().eval(), "pickled module")
 
 
 def _from_state(content: Any, options: _Options, path: Path) -> LoadedModel:
@@ -301,7 +313,10 @@ def _from_state(content: Any, options: _Options, path: Path) -> LoadedModel:
             f"{path} holds {what}{beside}: a whole model, and weights alone do not say how it computes. Give --factory "
             "module:callable that returns the module, and --example with its inputs"
         )
-    layer = build_layer(without_prefix(widened.tensors, prefix), options.layout, options.degree, options.clamp)
+    try:
+        layer = build_layer(without_prefix(widened.tensors, prefix), options.layout, options.degree, options.clamp)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return LoadedModel(
         layer.mixer,
         "published PoM layer",

@@ -254,11 +254,10 @@ def _components(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
 def _crop(ink: Floats, strokes: NDArray[np.bool_]) -> Floats:
     """The ink of the strokes and their soft edges, cropped, 0..1."""
     soft = Image.fromarray(strokes.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(3))
-    kept = np.where(np.asarray(soft) > 0, ink, 0).clip(min=0)
     full = float(np.percentile(ink[strokes], 75))
-    rows, columns = np.flatnonzero(strokes.any(1)), np.flatnonzero(strokes.any(0))
-    box = kept[max(0, rows[0] - 1) : rows[-1] + 2, max(0, columns[0] - 1) : columns[-1] + 2]
-    return np.asarray((box / full).clip(max=1), np.float32)
+    kept = np.where(np.asarray(soft) > 0, ink / full, 0).clip(0, 1)
+    rows, columns = (np.flatnonzero((kept > 0.2).any(axis)) for axis in (1, 0))  # a margin would shrink small images
+    return np.asarray(kept[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1], np.float32)
 
 
 def _thicken(crop: Floats) -> Floats:

@@ -81,7 +81,8 @@ def test_training_with_the_penalty_shrinks_high_powers() -> None:
         return layer.po_coeff.detach().abs().mean(0)
 
     free, held = trained(0.0), trained(0.1)
-    assert (held < free).all() and held[3] / free[3] < 0.5
+    kept = held / free
+    assert (kept < 1).all() and (kept[1:] < kept[:-1]).all(), "the higher the power, the more it shrinks"
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Identity(), CumulativePoM(4, 2, 1)])

@@ -220,6 +220,12 @@ def test_other_attention_is_refused_and_nothing_changes() -> None:
     assert model[0].config._attn_implementation == "sdpa"
 
 
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(InputError, match="found transformers 4.57.1; expected 5 or newer"):
+        replace_attention(_text())
+
+
 def test_packed_sequences_are_refused() -> None:
     model = _replace(_text(is_decoder=True, num_hidden_layers=1))
     mask = transformers.masking_utils.create_sliding_window_causal_mask

@@ -191,11 +191,11 @@ def test_twenty_thousand_single_token_steps() -> None:
         f = layer.features(tokens, torch.arange(TOKENS).unsqueeze(-1))[0]  # (N, D) in FP32: what the mean is taken of
     exact = f.double().mean(0).numpy()
     compensated = (state.mean.double() + state.mean_low.double())[0, 0].numpy()
-    plain = torch.zeros_like(f[0])
+    plain, features = np.zeros(8, np.float32), f.numpy()
     for n in range(TOKENS):
-        plain += (f[n] - plain) / (n + 1)
+        plain = plain + (features[n] - plain) / np.float32(n + 1)
     assert snr_db(compensated, exact) >= 140
-    assert snr_db(plain.numpy(), exact) < 130, "a plain running mean would do as well: the test shows nothing"
+    assert snr_db(plain, exact) < 130, "a plain running mean would do as well: the test shows nothing"
 
 
 @pytest.mark.parametrize("frame", [False, True], ids=["tokens", "frame"])
@@ -239,9 +239,9 @@ def test_a_long_stream_still_learns() -> None:
 def test_the_state_of_a_half_precision_layer_stays_fp32(dtype: torch.dtype) -> None:
     """A running sum in FP16 overflows, a running mean in BF16 stops moving: the state is FP32 whatever the layer is."""
     layer = _layer(bias=True).to(dtype)
-    x = torch.randn(2, 2_000, 16).to(dtype)
+    x = torch.randn(2, 1_300, 16).to(dtype)
     with torch.no_grad():
-        y, state = stream(layer, x, [1_000, *[1] * 1_000])
+        y, state = stream(layer, x, [1_000, *[1] * 300])
         exact = layer.features(x, None).double().mean(1, keepdim=True)
     assert state.mean.dtype == state.mean_low.dtype == torch.float32 and y.dtype == dtype
     assert snr_db((state.mean.double() + state.mean_low.double()).numpy(), exact.numpy()) >= SNR_DB

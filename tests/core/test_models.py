@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pom_edge.blocks import FullAttention, LocalAttention
 from pom_edge.errors import InputError
-from pom_edge.export.lowering import lower
 from pom_edge.mixer import PoM, mixers_of
 from pom_edge.models import Classifier, LanguageModel, ModelConfig, build_model, example_inputs
 from tests.mixers import lively
@@ -276,7 +275,7 @@ def test_every_parameter_trains(name: str, blocks: tuple[str, ...] | None) -> No
         ]
         assert not idle
         optimiser.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[1] < losses[0]
 
 
@@ -320,15 +319,14 @@ def _dynamic_shapes(name: str, inputs: dict[str, Tensor]) -> dict[str, dict[int,
 def test_models_export_with_free_sizes(name: str, blocks: tuple[str, ...] | None) -> None:
     config = _config(name, blocks)
     model, inputs = _model(config), example_inputs(config, batch=2, tokens=16)
-    # The running sum of a causal PoM pins the length unless it is lowered, which the exporter does first.
     program = torch.export.export(
-        lower(model)[0] if name == "lm" else model,
+        model,
         (),
         inputs,
         dynamic_shapes=_dynamic_shapes(name, inputs),
         prefer_deferred_runtime_asserts_over_guards=True,
     ).module()
-    for batch, tokens in ((1, 3), (3, 16), (2, 50)):
+    for batch, tokens in ((1, 3), (3, 16), (2, 60)):
         other = example_inputs(config, batch=batch, tokens=tokens, seed=1)
         if name == "dense":
             other = {"x": torch.randn(batch, 3, 2 * batch + 2, 6)}  # one row of patches is refused by torch.export
