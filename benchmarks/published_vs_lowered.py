@@ -26,7 +26,6 @@ from pom_edge.export.lowering import lower
 from pom_edge.export.onnx_graph import export_graph, save_graph
 from pom_edge.mixer import PoM
 
-
 DIM, DEGREE, EXPAND, HEADS = 384, 3, 2, 6
 
 CHILD = """

@@ -12,6 +12,7 @@ so a bundle is always whole: the old one or the new one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -285,8 +286,10 @@ def check_destination(path: Path, overwrite: bool) -> None:
         BundleError: ``path`` exists and may not be replaced.
     """
     recover(_destination(path))
-    if not path.exists() and not path.is_symlink():
-        return
+    with writing_errors(path):
+        if not path.exists() and not path.is_symlink():
+            _check_parent(path.parent)
+            return
     if not is_bundle(path):
         raise BundleError(f"{path} exists and is not a bundle; it is left alone. Choose another --out")
     if not overwrite:
@@ -303,6 +306,15 @@ def _destination(path: Path) -> Path:
     if not real.name:
         raise BundleError(f"{path} is the root of a file system; expected the path of a .pom bundle")
     return real
+
+
+def _check_parent(parent: Path) -> None:
+    """Raise what writing into it would raise."""
+    if not parent.is_dir():
+        code = errno.ENOTDIR if any(p.is_file() for p in (parent, *parent.parents)) else errno.ENOENT
+        raise OSError(code, os.strerror(code))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, np.ndarray]) -> Manifest:

@@ -183,10 +183,11 @@ def save_checkpoint(
         InputError: the place cannot be written, or samples, labels and class names do not belong together.
     """
     path = Path(path)
-    _check_extras(samples or {}, labels, class_names)
+    _check_extras(samples or {}, labels, class_names, path.name)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     check_finite(state, path.name)
-    expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
+    with torch.random.fork_rng(devices=[]):  # saving in the middle of a training run must not change its random numbers
+        expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
     if {name: tensor.shape for name, tensor in state.items()} != expected:
         raise CheckpointError(
             f"the weights of this {type(model).__name__} are not those that its config builds, so {path.name} could not be "
@@ -212,16 +213,18 @@ def save_checkpoint(
         temporary.unlink(missing_ok=True)
 
 
-def _check_extras(samples: Mapping[str, Any], labels: Any, class_names: Any) -> None:
-    """Samples are tensors of one batch, labels are as many; class names are texts."""
-    wrong = [str(name) for name, value in samples.items() if not isinstance(value, Tensor) or value.ndim == 0]
-    if wrong:
-        raise InputError(f"samples hold {some(wrong)}, which are no tensors with a batch axis; expected input name to tensor")
-    batches = {value.shape[0] for value in samples.values()} | (set() if labels is None else {len(labels)})
+def _check_extras(samples: Any, labels: Any, class_names: Any, source: str) -> None:
+    """Samples are finite tensors of one batch, labels are as many; class names are texts."""
+    if not isinstance(samples, Mapping) or not all(isinstance(value, Tensor) and value.ndim for value in samples.values()):
+        raise InputError(f"{source}: expected samples to be a mapping of input name to tensor with a batch axis")
+    if not isinstance(labels, Tensor | None):
+        raise InputError(f"{source}: the labels are a {type(labels).__name__}; expected a tensor with one row for each sample")
+    batches = {value.shape[0] for value in (*samples.values(), labels) if isinstance(value, Tensor)}
     if len(batches) > 1:
-        raise InputError(f"samples and labels have {sorted(batches)} rows; expected the same number in each")
-    if class_names is not None and not all(isinstance(name, str) for name in class_names):
-        raise InputError("class_names hold something else than text; expected one name for each class")
+        raise InputError(f"{source}: samples and labels have {sorted(batches)} rows; expected the same number in each")
+    if class_names is not None and (isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names)):
+        raise InputError(f"{source}: expected class_names to be a list of texts, one for each class")
+    check_finite({f"sample {name}": value for name, value in samples.items()}, source)
 
 
 def _unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
@@ -254,18 +257,17 @@ def _from_ours(content: Mapping[str, Any], path: Path) -> LoadedModel:
     config, state = content.get("config"), content.get("state_dict")
     if not isinstance(config, Mapping) or not isinstance(state, Mapping):
         raise CheckpointError(f"{path} lacks config or state_dict; expected what pom_edge.save_checkpoint writes")
-    try:
-        settings = ModelConfig.from_dict(config)
-    except InputError as error:
-        raise CheckpointError(f"{path}: {error}") from error
     samples, labels, class_names = content.get("samples") or {}, content.get("labels"), content.get("class_names")
     try:
-        _check_extras(samples, labels, class_names)
-    except (InputError, TypeError) as error:
+        settings = ModelConfig.from_dict(config)
+        _check_extras(samples, labels, class_names, path.name)
+    except CheckpointError:
+        raise
+    except InputError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    check_finite(find_state(state, path.name).tensors, path.name)
-    widened = to_float32(state)
-    model = build_model(settings)
+    widened = to_float32(find_state(state, path.name).tensors)
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(settings)
     warnings = widened.warnings + load_into(model, widened.tensors, path.name)
     return LoadedModel(
         model.eval(),
@@ -290,7 +292,6 @@ def _from_pickle(model: nn.Module, options: _Options, path: Path) -> LoadedModel
 def _from_state(content: Any, options: _Options, path: Path) -> LoadedModel:
     """A state dict: weights for the factory's module, or one published layer."""
     state = find_state(content, path.name)
-    check_finite(state.tensors, path.name)
     widened = to_float32(state.tensors)
     warnings = state.warnings + widened.warnings
     if options.factory is not None:

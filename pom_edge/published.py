@@ -174,6 +174,9 @@ def _check_options(tensors: Mapping[str, Tensor], layout: str, clamp: float | No
         raise CheckpointError(f"layout {layout} has rotary tables (freqs_cos, ..), this layer has none; it looks like current")
     if rotary is not None and not rotates:
         raise CheckpointError(f"the layer has rotary tables, which layout {layout} has not; it looks like current-rotary")
+    fused = layout in ("current", "current-rotary", "rotary-sd35")
+    if fused and "qc_proj.weight" not in names and "po_proj.weight" in names and tensors["po_proj.weight"].ndim == 2:
+        raise CheckpointError(f"layout {layout} fuses its projections in qc_proj, this layer has po_proj; see compom-2026-03")
     for needed in _needed(layout):
         if needed <= names:
             optional = {"ag_proj.bias", *TABLE_NAMES}

@@ -1,0 +1,234 @@
+"""The command line as a user meets it: one clear message, the right exit code, nothing lost, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from pom_edge import pipeline
+from pom_edge.checkpoint import save_checkpoint
+from pom_edge.cli import app
+from pom_edge.models import ModelConfig, build_model
+from tests.bundles import make_bundle, make_inputs
+from tests.golden import read
+
+CONFIG = ModelConfig(kind="encoder", dim=16, depth=1, input_dim=6, n_sel_heads=2)
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def _refused(result: Result, *parts: str, code: int = 2) -> None:
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.stderr.count("error: ") == 1 and "Traceback" not in result.output
+    for part in parts:
+        assert part in result.stderr, result.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "model.pt"
+    save_checkpoint(path, build_model(CONFIG), CONFIG, samples={"x": torch.randn(4, 9, 6), "mask": torch.ones(4, 9)})
+    return path
+
+
+def _state() -> dict[str, torch.Tensor]:
+    params = read("018-pom-padding-d4-k2-g1-h4").case.params
+    return {name: torch.from_numpy(value.copy()) for name, value in params.items()}
+
+
+def _write(make: Callable[[Path], Any]) -> Callable[[Path], Path]:
+    def at(folder: Path) -> Path:
+        path = folder / "model.pt"
+        make(path)
+        return path
+
+    return at
+
+
+def _broken(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], Path]:
+    def make(path: Path) -> None:
+        state = _state()
+        change(state)
+        torch.save(state, path)
+
+    return _write(make)
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "missing": (lambda folder: folder / "none.pt", ("does not exist",)),
+    "a folder": (lambda folder: folder, ("is a ",)),
+    "empty": (_write(lambda p: p.write_bytes(b"")), ("is empty (0 bytes)",)),
+    "text": (_write(lambda p: p.write_text("hello, I am no model\n" * 20)), ("text",)),
+    "truncated": (_write(lambda p: (torch.save(_state(), p), os.truncate(p, p.stat().st_size // 2))), ("truncated",)),
+    "something else": (_write(lambda p: torch.save(nn.Linear(3, 3).state_dict(), p)), ("without a PoM layer", "--factory")),
+    "a whole model": (
+        _write(lambda p: torch.save(build_model(CONFIG).state_dict(), p)),
+        ("a whole model", "--factory", "--example"),
+    ),
+    "pickled": (_write(lambda p: torch.save(nn.Linear(3, 3), p)), ("pickled", "--unsafe-pickle")),
+    "NaN": (_broken(lambda s: s["po_coeff"].view(-1)[3].fill_(float("nan"))), ("po_coeff", "1 NaN")),
+    "Inf": (_broken(lambda s: s["ag_proj.weight"].view(-1)[0].fill_(float("inf"))), ("ag_proj.weight", "1 Inf")),
+    "mismatched": (_broken(lambda s: s.update(po_coeff=torch.zeros(7, 4))), ("po_coeff has shape (7, 4)", "expected")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_model_files(name: str, tmp_path: Path) -> None:
+    make, parts = BAD_FILES[name]
+    path = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    _refused(_run("export", path), *parts)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--target", "tensorrt"], ["unknown target 'tensorrt'; this version makes: onnx"]),
+        (["--precision", "fp8"], ["unknown precision 'fp8'; this version makes: fp32"]),
+        (["--form", "x"], ["unknown form 'x'; this version makes: parallel"]),
+        (["--tokens", "0"], ["--tokens is '0'", "MIN:OPT:MAX"]),
+        (["--batch", "8:1:2"], ["--batch is '8:1:2'"]),
+        (["--mask", "causal"], ["--mask is for the bare published layers"]),
+        (["--example", "nowhere.npz"], ["nowhere.npz", "does not exist"]),
+        (["--factory", "nowhere:build"], ["--factory"]),
+        (["--layout", "current"], ["--layout"]),
+        (["--snr", "20"], ["can only be raised"]),
+    ],
+)
+def test_bad_arguments(arguments: list[str], parts: list[str], checkpoint: Path, tmp_path: Path) -> None:
+    _refused(_run("export", checkpoint, "--out", tmp_path / "a.pom", *arguments), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
+    _refused(_run("export", checkpoint, "--out", tmp_path / "none" / "a.pom"), "does not exist; create it first")
+    (tmp_path / "file").write_text("")
+    _refused(_run("export", checkpoint, "--out", tmp_path / "file"), "is not a bundle; it is left alone")
+
+
+def test_existing_bundle_without_overwrite(checkpoint: Path, tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a.pom").iterdir()}
+    _refused(_run("export", checkpoint, "--out", tmp_path / "a.pom"), "--overwrite")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a.pom").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; nothing was changed"),
+        (OSError(28, "No space left on device"), 2, "the disk is full"),
+    ],
+)
+def test_an_end_in_the_middle_keeps_the_previous_bundle(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    make_bundle(tmp_path / "a.pom")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a.pom").iterdir()}
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("pom_edge.bundle.save_file", fail)
+    result = _run("export", checkpoint, "--out", tmp_path / "a.pom", "--overwrite", "--json")
+    assert result.exit_code == code and message in result.stderr
+    assert json.loads(result.stdout)["exit_code"] == code
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a.pom").iterdir()} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.pom"]
+
+
+def test_a_failed_gate_is_exit_1(checkpoint: Path, tmp_path: Path) -> None:
+    _refused(_run("export", checkpoint, "--out", tmp_path / "a.pom", "--snr", "280"), "the gate is 280 dB", code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_check_run_info(checkpoint: Path, tmp_path: Path) -> None:
+    """The way through: every command once, JSON alone on stdout, the real samples as golden data."""
+    bundle = tmp_path / "a.pom"
+    exported = _run("export", checkpoint, "--out", bundle, "--json")
+    assert exported.exit_code == 0, exported.output
+    report = json.loads(exported.stdout)
+    assert report["passed"] and report["missing"] == []
+    assert report["artifacts"][0]["parity"]["worst_mixer"]["name"] == "blocks.0.mixer"
+
+    checked = _run("check", bundle, "--layers", "--json")
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["passed"]
+    shown = _run("check", bundle)
+    assert shown.exit_code == 0 and shown.stdout.rstrip().endswith("passed")
+
+    np.savez(tmp_path / "in.npz", x=np.random.default_rng(0).standard_normal((2, 5, 6)), mask=np.ones((2, 5), bool))
+    ran = _run("run", bundle, "--input", tmp_path / "in.npz", "--output", tmp_path / "out.safetensors")
+    assert ran.exit_code == 0 and "y 2x5x16" in ran.stdout and (tmp_path / "out.safetensors").is_file()
+
+    facts = json.loads(_run("info", bundle, "--json").stdout)
+    assert facts["tokens"] == "free" and facts["golden"][0].startswith(("samples (real)", "short"))
+    assert any(entry.startswith("samples (real)") for entry in facts["golden"])
+    assert json.loads(_run("info", checkpoint, "--json").stdout)["format"] == "pom-edge checkpoint"
+    again = _run("export", bundle)
+    _refused(again, "is a bundle already")
+
+
+def test_the_table_names_the_next_commands(checkpoint: Path, tmp_path: Path) -> None:
+    result = _run("export", checkpoint, "--out", tmp_path / "with space.pom")
+    assert result.exit_code == 0, result.output
+    assert "parallel.fp32.onnx" in result.stdout and "dB (gate 90)" in result.stdout
+    assert f"pom-edge check '{tmp_path}/with space.pom'" in result.stdout
+    assert "trace and translate" in result.stderr  # plain progress lines where there is no terminal
+
+
+def test_run_with_wrong_inputs(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    good = make_inputs()["x"]
+    for name, arrays, message in (
+        ("name", {"z": good}, "unknown: z"),
+        ("dtype", {"x": good.astype(np.int64)}, "is int64; expected x float32"),
+        ("shape", {"x": good[..., :-1]}, "has 5 along axis 2"),
+    ):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        _refused(_run("run", tmp_path / "a.pom", "--input", tmp_path / f"{name}.npz", "--output", tmp_path / "o.npz"), message)
+    (tmp_path / "bad.npz").write_bytes(b"no zip")
+    _refused(_run("run", tmp_path / "a.pom", "--input", tmp_path / "bad.npz", "--output", tmp_path / "o.npz"), "cannot be read")
+    assert not (tmp_path / "o.npz").exists()
+
+
+def test_check_of_a_wrong_artifact_is_exit_1(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom", scale=1.01)
+    result = _run("check", tmp_path / "a.pom", "--layers")
+    assert result.exit_code == 1
+    assert "first layer that diverges: mixer" in result.stdout and result.stdout.rstrip().endswith("failed")
+
+
+def test_tampered_bundle(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    artifact = tmp_path / "a.pom" / "parallel.fp32.onnx"
+    data = bytearray(artifact.read_bytes())
+    data[50] ^= 1
+    artifact.write_bytes(data)
+    _refused(_run("check", tmp_path / "a.pom"), "was changed after the export")
+
+
+def test_without_the_export_extra(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    def absent(module: str, extra: str) -> None:
+        raise pipeline.InputError(f"{module} is not installed. Run: pip install 'pom-edge[{extra}]'")
+
+    monkeypatch.setattr(pipeline, "require", absent)
+    _refused(_run("export", checkpoint), "pip install 'pom-edge[export]'")
+
+
+def test_doctor() -> None:
+    facts = json.loads(_run("doctor", "--json").stdout)
+    assert facts["packages"]["torch"] == torch.__version__ and facts["can do"]["export"] == "ready"
+    assert _run("doctor").exit_code == 0
