@@ -12,10 +12,9 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -24,7 +23,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
 from pom_edge.errors import InputError
-from pom_edge.export.inputs import BATCH, Axes
+from pom_edge.export.inputs import BATCH, Axes, Extent
 from pom_edge.export.reference import Taps, named_outputs
 
 OPSET = 18  # complete in ONNX Runtime's CUDA kernels and in JetPack 6's parser; 19 and later leave operators on the CPU
@@ -82,7 +81,13 @@ class _Boundary(nn.Module):
         return (*outputs.values(), *taps.values())
 
 
-def export_graph(model: nn.Module, mixers: list[str], inputs: dict[str, Tensor], axes: Axes) -> Graph:
+def export_graph(
+    model: nn.Module,
+    mixers: list[str],
+    inputs: dict[str, Tensor],
+    axes: Axes,
+    extents: Mapping[str, Extent] | None = None,
+) -> Graph:
     """Trace a lowered model and turn it into ONNX.
 
     Args:
@@ -90,6 +95,7 @@ def export_graph(model: nn.Module, mixers: list[str], inputs: dict[str, Tensor],
         mixers: module paths to tap.
         inputs: example inputs; free axes at least 2 long (torch.export bakes in 0 and 1).
         axes: free axes by name.
+        extents: upper bounds of free axes, for models that limit their length (a table of positions).
 
     Returns:
         The graph, opset 18, standard domain.
@@ -98,11 +104,10 @@ def export_graph(model: nn.Module, mixers: list[str], inputs: dict[str, Tensor],
         InputError: the model cannot be traced, with torch's reason and what can be done.
     """
     boundary = _Boundary(model, [name for name in mixers if name])
-    dims: dict[str, Any] = {}
-    dynamic = {
-        name: {i: dims.setdefault(dim, torch.export.Dim(dim)) for i, dim in enumerate(shape) if isinstance(dim, str)}
-        for name, shape in axes.items()
-    }
+    bounds = {axis: extent.maximum for axis, extent in (extents or {}).items()}
+    names_of_axes = {dim for shape in axes.values() for dim in shape if isinstance(dim, str)}
+    dims = {axis: torch.export.Dim(axis, max=bounds.get(axis)) for axis in sorted(names_of_axes)}
+    dynamic = {name: {i: dims[dim] for i, dim in enumerate(s) if isinstance(dim, str)} for name, s in axes.items()}
     try:
         with _quiet(), torch.no_grad():
             names, tap_names = (list(tensors) for tensors in boundary.run(inputs))
@@ -269,10 +274,10 @@ def _untraceable(error: Exception, axes: Axes) -> str:
         return f"torch.export cannot trace the model: {_first_lines(error)}"
     names = pinned.group(1)
     where = ", ".join(name for name, dims in axes.items() if set(names.split(", ")) & set(dims))
-    option = "--batch N" if names == BATCH else "--tokens N"
+    option = "--batch" if names == BATCH else "--tokens"
     return (
-        f"the model does not leave {names} free (inputs {where}): it computes with the example's length, for example in a "
-        f"table of positions. Fix the length with {option}, or give an example whose other sizes differ from it. torch says: "
+        f"the model does not leave {names} free (inputs {where}): it computes with the example's length, or has a longest one, as "
+        f"in a table of positions. Fix the length with {option} N, or bound it with {option} MIN:OPT:MAX. torch says: "
         f"{_first_lines(error, 3)}"
     )
 

@@ -8,6 +8,7 @@ any other model     state dict, safetensors or Lightning .ckpt, and a factory th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -198,6 +199,7 @@ def save_checkpoint(
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with writing_errors(path):
+            temporary.touch()  # a place that cannot be written shows here, as the system's own error
             if path.suffix == ".safetensors":
                 # Tied weights share memory, which safetensors refuses: clone.
                 tensors = {f"model.{name}": tensor.clone() for name, tensor in state.items()}
@@ -207,10 +209,12 @@ def save_checkpoint(
                 save_file(tensors, temporary, {**metadata, "class_names": json.dumps(names)})
             else:
                 content = {"format": FORMAT, "version": VERSION, "config": config.to_dict(), "state_dict": state}
-                torch.save({**content, "samples": samples, "labels": labels, "class_names": names}, temporary)
+                with temporary.open("wb") as file:
+                    torch.save({**content, "samples": samples, "labels": labels, "class_names": names}, file)
             os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _check_extras(samples: Any, labels: Any, class_names: Any, source: str) -> None:

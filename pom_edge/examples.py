@@ -60,7 +60,7 @@ def import_callable(spec: str, option: str) -> Callable[..., Any]:
         raise InputError(f"{option}: {module_name} has no {name!r}; it defines {', '.join(sorted(own)) or 'no callable'}")
     found = getattr(module, name)
     if not callable(found):
-        raise InputError(f"{option}: {spec} is a {type(found).__name__}; expected a function or class that takes no arguments")
+        raise InputError(f"{option}: {spec} is of type {type(found).__name__}; expected a function or class without arguments")
     return found  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ def _read_torch(path: Path, unsafe_pickle: bool) -> tuple[Any, list[str]]:
                 f"{path} holds pickled Python objects, and loading those runs code from the file; expected weights only. In "
                 "the environment that made it: torch.save(model.state_dict(), 'weights.pt') (of a training checkpoint its "
                 "state_dict entry), then give --factory. If you trust the file and its author, --unsafe-pickle loads it "
-                f"as it is ({_reason(error)})"
+                f"as it is (refused: {_refused(error)})"
             ) from error
         raise _damaged(path, error) from error
     except Exception as error:  # zip, storage and size errors of a damaged file
@@ -103,8 +104,13 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{path} cannot be read as safetensors: {_reason(error)}; copy or save it again") from error
 
 
+def _refused(error: pickle.UnpicklingError) -> str:
+    """The class or function that the weights-only reader met."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found.group(1) if found else _reason(error)
+
+
 def _reason(error: Exception) -> str:
-    text = str(error).replace("\x1b[1m", "").replace("\x1b[0m", "")  # torch prints its advice in bold
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    unsupported = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    return ((unsupported or lines)[0] if lines else type(error).__name__)[:200]
+    """The first line of a loader's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -15,6 +15,7 @@ from pom_edge.errors import CheckpointError
 FileKind = Literal["torch", "safetensors", "pt2"]
 
 EXPECTED = "expected a checkpoint: .pt, .pth or .ckpt of torch.save, .safetensors, or .pt2 of torch.export.save"
+TORCH_LEGACY = b"l\xfc\x9cF\xf9 j\xa8P\x19"  # the number that torch.save wrote first, before 1.6 and zip archives
 SAFETENSORS_HEADER_LIMIT = 100 << 20  # bytes; the format's own limit
 
 # (offset, magic bytes, name): other files that people mistake for a checkpoint.
@@ -64,8 +65,13 @@ def identify(path: Path) -> FileKind:
         return _identify_zip(path)
     if _is_safetensors(path, head, size):
         return "safetensors"
+    if TORCH_LEGACY in head[:64]:
+        return "torch"
     if head[0] == 0x80 and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return "torch"  # a pickle stream: torch.save before 1.6, or a plain pickle, which the weights-only reader refuses
+        raise CheckpointError(
+            f"{path} is a Python pickle that torch.save did not write, and loading one runs code from it; {EXPECTED}. Where it "
+            "was made, save the weights with torch.save(model.state_dict(), 'weights.pt')"
+        )
     raise CheckpointError(f"{path} is {_name_other(path, head)}; {EXPECTED}")
 
 

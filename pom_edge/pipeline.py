@@ -205,7 +205,7 @@ def export_bundle(
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The steps after reading; see the module's docstring."""
     from pom_edge.export.golden import golden_cases, record
-    from pom_edge.export.inputs import Extent, check_example, plan_axes
+    from pom_edge.export.inputs import BATCH, TOKENS, Extent, check_example, plan_axes
     from pom_edge.export.lint import GraphContext, lint
     from pom_edge.export.reference import TorchSession
 
@@ -215,7 +215,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     axes = plan_axes(subject.example, batch, tokens)
 
     step("trace and translate")
-    graph, mixers, lowered = _graph(subject, axes)
+    graph, mixers, lowered = _graph(subject, axes, {BATCH: batch, TOKENS: tokens})
     step("lint")
     context = GraphContext(graph)
     notes = lint(context)
@@ -258,7 +258,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     return ExportReport(out, [report], warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
 
 
-def _graph(subject: Subject, axes: Axes) -> tuple[Graph, list[str], nn.Module | None]:
+def _graph(subject: Subject, axes: Axes, extents: dict[str, Extent]) -> tuple[Graph, list[str], nn.Module | None]:
     """The ONNX graph, the module paths of its mixers, and the lowered module (None for an ExportedProgram)."""
     from pom_edge.export.inputs import axis_sizes, make_inputs
     from pom_edge.export.lowering import lower
@@ -275,7 +275,7 @@ def _graph(subject: Subject, axes: Axes) -> tuple[Graph, list[str], nn.Module | 
     # torch.export bakes in lengths of 0 and 1, so the traced lengths are at least 2
     sizes = {axis: max(length, 2) for axis, length in axis_sizes(subject.example, axes).items()}
     inputs = make_inputs(subject.example, axes, sizes, seed=0)
-    return export_graph(lowered, mixers, inputs, axes), mixers, lowered
+    return export_graph(lowered, mixers, inputs, axes, extents), mixers, lowered
 
 
 def _save(graph: Graph, path: Path, metadata: dict[str, str]) -> list[str]:

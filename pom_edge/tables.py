@@ -128,7 +128,7 @@ def _worst_row(cos: Tensor, sin: Tensor, base: float, rows: list[int], lenient: 
     A table is rounded once (to its dtype), and its FP32 angles are wrong by a few 1e-7 of themselves. ``lenient`` leaves
     room for a base that is itself an estimate, from a table in half precision.
     """
-    info = torch.finfo(cos.dtype)
+    info = torch.finfo(_stored_as(cos, sin))
     least = 4 * info.eps if lenient else info.tiny * info.eps
     worst = 0.0
     for start in range(0, len(rows), 1024):  # float64 angles of a whole table would take hundreds of MB
@@ -138,6 +138,14 @@ def _worst_row(cos: Tensor, sin: Tensor, base: float, rows: list[int], lenient: 
             allowed = info.eps * exact.abs() + least + 5e-7 * angles
             worst = max(worst, float(((table[part].double() - exact).abs() / allowed).nan_to_num(torch.inf).max()))
     return worst
+
+
+def _stored_as(cos: Tensor, sin: Tensor) -> torch.dtype:
+    """The coarsest type that holds the values: a half-precision model that was widened keeps its rounding."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(table.to(dtype).to(table.dtype), table) for table in (cos, sin)):
+            return dtype
+    return cos.dtype
 
 
 def _all_rows(table: Tensor) -> list[int]:

@@ -188,6 +188,27 @@ def test_a_model_that_pins_its_token_count(tmp_path: Path) -> None:
     assert Bundle.open(report.bundle).manifest.artifacts[0].inputs[0].shape == ["batch", 12, 8]
 
 
+class _LongestLength(nn.Module):
+    """A table of positions, as in BERT: any length up to the table's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = PoM(8, 2, 2)
+        self.positions = nn.Parameter(torch.randn(40, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x + self.positions[: x.shape[1]])  # type: ignore[no-any-return]
+
+
+def test_a_model_with_a_longest_length(tmp_path: Path) -> None:
+    example = {"x": torch.randn(2, 12, 8)}
+    report = export_bundle(_LongestLength(), example_inputs=example, out=tmp_path / "a.pom", tokens="1:12:40")
+    with open_session(report) as session:
+        assert session.run_named({"x": np.zeros((1, 40, 8), np.float32)})["y"].shape == (1, 40, 8)
+        with pytest.raises(InputError, match="tokens is 41"):
+            session.run(np.zeros((1, 41, 8), np.float32))
+
+
 def test_bounds_are_kept_at_run_time(fresh: nn.Module, tmp_path: Path) -> None:
     report = export_bundle(fresh, out=tmp_path / "a.pom", tokens="4:16:32", batch="1")
     with open_session(report) as session:
