@@ -232,9 +232,16 @@ def _square_nodes(context: GraphContext) -> Iterator[ir.Node]:
     sizes = _sizes(context.model, SQUARE_TOKENS)
     if TOKENS not in sizes:
         return
+    larger = _sizes(context.model, 4 * SQUARE_TOKENS)
     for node in graph_nodes(context.model):
-        if any(not has_shape(v) or elements_at(v, sizes) >= SQUARE_TOKENS**2 // 4 for v in node.outputs):
+        if any(not has_shape(value) or _is_square(value, sizes, larger) for value in node.outputs):
             yield node
+
+
+def _is_square(value: ir.Value, sizes: dict[str, int], larger: dict[str, int]) -> bool:
+    """As many elements as tokens squared (a running sum's small triangle is not), growing with the square (N x D does not)."""
+    elements = elements_at(value, sizes)
+    return elements >= SQUARE_TOKENS**2 // 4 and elements_at(value, larger) > 8 * elements
 
 
 def _sizes(model: ir.Model, tokens: int) -> dict[str, int]:

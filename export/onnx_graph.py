@@ -276,8 +276,8 @@ def _untraceable(error: Exception, axes: Axes) -> str:
     where = ", ".join(name for name, dims in axes.items() if set(names.split(", ")) & set(dims))
     option = "--batch" if names == BATCH else "--tokens"
     return (
-        f"the model does not leave {names} free (inputs {where}): it computes with the example's length, or has a longest one, as "
-        f"in a table of positions. Fix the length with {option} N, or bound it with {option} MIN:OPT:MAX. torch says: "
+        f"the model does not leave {names} free (inputs {where}): it computes with the example's length, or has a longest one, "
+        f"as in a table of positions. Fix the length with {option} N, or bound it with {option} MIN:OPT:MAX. torch says: "
         f"{_first_lines(error, 3)}"
     )
 

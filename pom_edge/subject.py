@@ -16,6 +16,7 @@ from pom_edge.errors import InputError
 from pom_edge.export.forms import LayerModel, layer_example, layer_mask
 from pom_edge.mixer import CumulativePoM, PoM
 from pom_edge.models import ModelConfig, example_inputs
+from pom_edge.recognise import unrecognised
 
 if TYPE_CHECKING:
     from pom_edge.pipeline import ExportOptions
@@ -71,7 +72,7 @@ def subject_from_file(path: Path, options: ExportOptions) -> Subject:
     subject.samples = loaded.samples or None
     subject.published_layout = loaded.published_layout
     subject.class_names = loaded.class_names
-    subject.warnings = loaded.warnings
+    subject.warnings = [*loaded.warnings, *subject.warnings]
     return subject
 
 
@@ -113,7 +114,8 @@ def _from_module(
     info: dict[str, Any] = {"kind": "module", "class": type(model).__name__}
     if config is not None:
         info = {"kind": config.kind, "class": type(model).__name__, "config": config.to_dict()}
-    return Subject(model.eval(), example, info)
+    left = [f"{path} stays as it is, neither lowered nor compared: {why}" for path, why in unrecognised(model).items()]
+    return Subject(model.eval(), example, info, warnings=left)
 
 
 def _from_program(loaded: LoadedModel, options: ExportOptions) -> Subject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +31,8 @@ def run_tapped(path: Path, taps: dict[str, str], inputs: list[dict[str, np.ndarr
     for value in taps.values():
         if value not in known:
             model.graph.output.append(onnx.ValueInfoProto(name=value))
-    with tempfile.TemporaryDirectory() as folder:
-        for data in path.parent.glob(f"{path.name}.data"):
-            (Path(folder) / data.name).symlink_to(data.resolve())
-        tapped = Path(folder) / path.name
-        onnx.save(model, str(tapped))
-        native = native_session(str(tapped))
-        return [dict(zip(taps, native.run(list(taps.values()), arrays), strict=True)) for arrays in inputs]
+    native = native_session(model.SerializeToString(), weights_folder=path.parent)
+    return [dict(zip(taps, native.run(list(taps.values()), arrays), strict=True)) for arrays in inputs]
 
 
 def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:

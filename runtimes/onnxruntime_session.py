@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,15 @@ PROVIDER = "CPUExecutionProvider"
 __all__ = ["OnnxRuntimeSession", "native_session"]
 
 
-def native_session(model: str | bytes, threads: int | None = None) -> Any:
+def native_session(model: str | bytes, threads: int | None = None, weights_folder: Path | None = None) -> Any:
     """An ``onnxruntime.InferenceSession`` with our options.
 
     The memory pattern is off: a third less peak memory at no cost in time (measured), and lengths vary here.
+
+    Args:
+        model: path of a file, or a serialized graph.
+        threads: None leaves the choice to ONNX Runtime.
+        weights_folder: where the external weights of a serialized graph lie.
 
     Raises:
         MissingExtraError: onnxruntime is not installed.
@@ -30,6 +36,8 @@ def native_session(model: str | bytes, threads: int | None = None) -> Any:
     options.log_severity_level = 3
     if threads is not None:
         options.intra_op_num_threads = threads
+    if weights_folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights_folder))
     session = ort.InferenceSession(model, options, providers=[PROVIDER])
     active = session.get_providers()[0]
     if active != PROVIDER:  # onnxruntime#23372: a provider that cannot load is replaced without a word
