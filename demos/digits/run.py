@@ -153,7 +153,7 @@ def _timed(session: Session, images: Bytes, batch: int) -> tuple[np.ndarray, lis
 
 def _describe(row: dict[str, Any]) -> str:
     verdict = "" if row["expected"] is None else " (right)" if row["expected"] == row["digit"] else " (WRONG)"
-    head = f"{row['file']}: {row['digit']}, probability {row['probability']:.3f}{verdict}"
+    head = f"{Path(row['file']).name}: {row['digit']}, probability {row['probability']:.3f}{verdict}"
     return head + "\n" + "\n".join("    " + line for line in ascii_view(row["view"]).splitlines() if line.strip())
 
 

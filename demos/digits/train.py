@@ -154,11 +154,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    for name, low in (("epochs", 1), ("threads", 1), ("penalty", 0)):
+        if not getattr(options, name) >= low:
+            raise InputError(f"--{name} is {getattr(options, name)}; expected at least {low}")
     started = time.perf_counter()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     split = split_digits(read_digits(options.data))
-    _check_disjoint(split)
+    _check_usable(split)
     model = build_model(model_config())
     print(f"{split}; {sum(p.numel() for p in model.parameters()):,} weights; seed {options.seed}")
     train(model, split, epochs=options.epochs, penalty=options.penalty, seed=options.seed)
@@ -191,8 +194,10 @@ def save(path: Path, model: nn.Module, validation: Digits) -> None:
     )
 
 
-def _check_disjoint(split: Split) -> None:
-    """The committed test images must be strangers to the training, wherever the data came from."""
+def _check_usable(split: Split) -> None:
+    """No part is empty, and the committed test images are strangers to the training, wherever the data came from."""
+    if not min(len(split.train), len(split.validation), len(split.test)):
+        raise InputError(f"the data give {split}; each part needs at least one: give 20 digits or more with --data")
     committed = fingerprint(load_digits(HERE / "test_images.npz").images)
     if shared := committed & fingerprint(split.train.images):
         raise InputError(

@@ -286,7 +286,16 @@ def test_training_on_test_images_is_refused(digits: Digits, tmp_path: Path, capf
     data = package_of(digits.take(np.arange(100)), tmp_path / "data")
     assert train.main(["--data", str(data), "--out", str(tmp_path / "model.pt")]) == 2
     assert "of the training images are in" in capfd.readouterr().err
+    few = package_of(digits.take(np.arange(5)), tmp_path / "few")
+    assert train.main(["--data", str(few), "--out", str(tmp_path / "model.pt")]) == 2
+    assert "20 digits or more" in capfd.readouterr().err
     assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.parametrize("option", ["--epochs=0", "--threads=0", "--penalty=-1", "--penalty=nan"])
+def test_training_options_out_of_range_are_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train.main([option]) == 2
+    assert option.split("=")[0] in capfd.readouterr().err
 
 
 def test_committed_checkpoint_is_small_and_reads_held_out_digits(digits: Digits) -> None:
