@@ -157,6 +157,8 @@ def _run(options: argparse.Namespace) -> None:
     for name, low in (("epochs", 1), ("threads", 1), ("penalty", 0)):
         if not getattr(options, name) >= low:
             raise InputError(f"--{name} is {getattr(options, name)}; expected at least {low}")
+    if not options.out.parent.is_dir():  # said now, not after minutes of training
+        raise InputError(f"--out {options.out}: the folder {options.out.parent} is not there; create it first")
     started = time.perf_counter()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)

@@ -292,7 +292,7 @@ def test_training_on_test_images_is_refused(digits: Digits, tmp_path: Path, capf
     assert not (tmp_path / "model.pt").exists()
 
 
-@pytest.mark.parametrize("option", ["--epochs=0", "--threads=0", "--penalty=-1", "--penalty=nan"])
+@pytest.mark.parametrize("option", ["--epochs=0", "--threads=0", "--penalty=-1", "--penalty=nan", "--out=missing/model.pt"])
 def test_training_options_out_of_range_are_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert train.main([option]) == 2
     assert option.split("=")[0] in capfd.readouterr().err
