@@ -15,6 +15,7 @@ $(STAMP): requirements-dev.lock pyproject.toml
 	touch $(STAMP)
 
 demo: venv
+	mkdir -p build
 	$(BIN)/pom-export demos/digits/model.pt --out build/digits.pom --overwrite
 	$(BIN)/python demos/digits/run.py build/digits.pom
 
