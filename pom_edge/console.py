@@ -54,7 +54,7 @@ def _console() -> Console:
 def print_export(report: ExportReport) -> None:
     """The closing table and the next commands."""
     table = Table(title=str(report.bundle), title_justify="left")
-    for name in ("target", "precision", "file", "size", "parity", "worst mixer", "run"):
+    for name in ("target", "precision", "file", "size", "parity", "worst mixer", "memory", "time"):
         table.add_column(name, no_wrap=True)
     for artifact in report.artifacts:
         parity, mixer = artifact.parity or {}, (artifact.parity or {}).get("worst_mixer")
@@ -65,10 +65,13 @@ def print_export(report: ExportReport) -> None:
             human_bytes(artifact.bytes),
             f"{parity['snr_db']:.1f} dB (gate {parity['gate_db']:g})" if parity else artifact.verified,
             f"{mixer['snr_db']:.1f} dB" if mixer else "-",
+            human_bytes(artifact.memory["total_bytes"]) if artifact.memory else "not measured",
             f"{artifact.run_ms:.1f} ms",
         )
     console = _console()
     console.print(table)
+    for artifact in report.artifacts:
+        print(f"memory (of the whole process) and time: one run of {artifact.run_inputs} in ONNX Runtime")
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for note in report.notes:

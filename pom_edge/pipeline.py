@@ -25,6 +25,7 @@ from pom_edge.errors import GateError, InputError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.layers import run_tapped
+from pom_edge.runtimes.memory import measure_peak
 from pom_edge.runtimes.parity import GATES_DB, Arrays, Metrics, Vacuity, compare, measure, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import open_session
 
@@ -96,6 +97,8 @@ class ArtifactReport:
     parity: dict[str, Any] | None
     nodes: int
     run_ms: float
+    run_inputs: str
+    memory: dict[str, int] | None
 
 
 @dataclass
@@ -251,9 +254,19 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         }
         finish_bundle(folder, fields, golden)
         step("check the bundle")
-        run_ms = _check_bundle(folder)
+        run_ms, run_inputs, memory = _check_bundle(folder, step)
     report = ArtifactReport(
-        "onnx", "parallel", "fp32", file, _bytes(out, files), artifact.verified, parity, len(graph.model.graph), run_ms
+        "onnx",
+        "parallel",
+        "fp32",
+        file,
+        _bytes(out, files),
+        artifact.verified,
+        parity,
+        len(graph.model.graph),
+        run_ms,
+        run_inputs,
+        memory,
     )
     return ExportReport(out, [report], warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
 
@@ -469,16 +482,22 @@ def _census(graph: Graph) -> dict[str, float]:
     return {name: round(count / total, 4) for name, count in sorted(counts.items())}
 
 
-def _check_bundle(folder: Path) -> float:
-    """Open the finished folder as a device would, check it, and time one run of the first case (ms)."""
+def _check_bundle(folder: Path, step: Step) -> tuple[float, str, dict[str, int] | None]:
+    """Open the finished folder as a device would and check it; then time (ms) and measure one run of its largest case.
+
+    The figures go into the report and not into the manifest: they would make two exports of the same model differ.
+    """
     with open_session(folder) as session:
         report: CheckReport = check_session(session)
         if not report.passed:
             raise GateError(f"the written bundle does not hold its gate: {report.to_dict()}")
-        _, inputs, _ = next(iter(session.bundle.cases()))
+        case, inputs, _ = max(session.bundle.cases(), key=lambda found: sum(array.nbytes for array in found[1].values()))
         start = time.perf_counter()
         session.run_named(inputs)
-        return round(1e3 * (time.perf_counter() - start), 3)
+        run_ms = round(1e3 * (time.perf_counter() - start), 3)
+    step("measure its memory")
+    peak = measure_peak(folder, None, inputs)
+    return run_ms, case.description, None if peak is None else peak.to_dict()
 
 
 def _bytes(folder: Path, files: list[str]) -> int:
