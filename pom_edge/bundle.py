@@ -277,6 +277,7 @@ def write_bundle(path: Path, overwrite: bool) -> Iterator[Path]:
     check_destination(path, overwrite)
     with replaced_folder(_destination(path)) as folder:
         yield folder
+        check_destination(path, overwrite)  # again: another export may have arrived first
 
 
 def check_destination(path: Path, overwrite: bool) -> None:

@@ -63,8 +63,9 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     """
     with writing_errors(path):
         for stale in path.parent.glob(f".{glob.escape(path.name)}.new-*"):
-            shutil.rmtree(stale, ignore_errors=True)  # what a killed run left behind
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
+            if _abandoned(stale):
+                shutil.rmtree(stale, ignore_errors=True)  # what a killed run left behind
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-{os.getpid()}-", dir=path.parent))
     try:
         yield folder
         with writing_errors(path):
@@ -73,6 +74,20 @@ def replaced_folder(path: Path) -> Iterator[Path]:
             _put_in_place(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether the process that was writing a folder is gone: another export of the same bundle may be under way."""
+    pid = folder.name.rpartition(".new-")[2].partition("-")[0]
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return not pid.isdigit()
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # alive, and somebody else's
+    return False
 
 
 def recover(path: Path) -> None:

@@ -33,7 +33,7 @@ def native_session(model: str | bytes, threads: int | None = None, weights_folde
     ort = require("onnxruntime", "export")
     options = ort.SessionOptions()
     options.enable_mem_pattern = False
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors arrive as exceptions, with our message
     if threads is not None:
         options.intra_op_num_threads = threads
     if weights_folder is not None:

@@ -196,6 +196,30 @@ def test_a_crash_after_the_second_rename_is_finished(path: Path) -> None:
     assert _leftovers(path) == []
 
 
+def test_two_exports_of_the_same_bundle_at_once(tmp_path: Path) -> None:
+    """Neither removes the other's work; who comes second is told, and replaces nothing."""
+    path = tmp_path / "a.pom"
+
+    def second() -> None:
+        with write_bundle(path, overwrite=False) as folder:
+            fill(folder, "second")
+            make_bundle(path)  # the other one, begun later and done first
+            assert folder.is_dir()
+
+    with pytest.raises(BundleError, match="a.pom exists; pass --overwrite"):
+        second()
+    assert Bundle.open(path).manifest.name == "a" and _leftovers(path) == []
+
+
+def test_a_folder_of_a_living_process_is_left_alone(path: Path) -> None:
+    other = path.with_name(f".tiny.pom.new-{os.getppid()}-x")
+    gone = path.with_name(".tiny.pom.new-999999999-x")
+    other.mkdir()
+    gone.mkdir()
+    make_bundle(path, overwrite=True)
+    assert other.is_dir() and not gone.exists()
+
+
 def test_what_a_killed_run_left_is_removed(path: Path) -> None:
     stale = path.with_name(".tiny.pom.new-dead")
     stale.mkdir()
