@@ -202,7 +202,12 @@ def export_bundle(
     check_destination(Path(out), made.overwrite)
     from pom_edge.subject import subject_from_model
 
-    return export_subject(subject_from_model(model, made), made, Path(out), progress or (lambda _: None))
+    modes = {module: module.training for module in model.modules()}
+    try:
+        return export_subject(subject_from_model(model, made), made, Path(out), progress or (lambda _: None))
+    finally:
+        for module, training in modes.items():  # traced in eval mode; the caller may be in the middle of a training
+            module.training = training
 
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:

@@ -77,7 +77,14 @@ def subject_from_file(path: Path, options: ExportOptions) -> Subject:
 
 
 def subject_from_model(model: nn.Module, options: ExportOptions) -> Subject:
-    """A model that is in memory already."""
+    """A model that is in memory already.
+
+    Raises:
+        InputError: its weights are not FP32, or as :func:`subject_from_file`.
+    """
+    other = {str(t.dtype) for t in model.state_dict().values() if t.is_floating_point() and t.dtype != torch.float32}
+    if other:
+        raise InputError(f"the model's weights are {', '.join(sorted(other))}; an export starts from FP32: call model.float()")
     if isinstance(model, (PoM, CumulativePoM)):
         return _from_layer(model, options)
     config = getattr(model, "config", None)
@@ -88,6 +95,8 @@ def _from_layer(layer: PoM | CumulativePoM, options: ExportOptions) -> Subject:
     mask = layer_mask(options.mask)
     module = LayerModel(layer, mask).eval()
     example = _example(options, module) or layer_example(layer, mask)
+    if "mask" in example:
+        example["mask"] = example["mask"].float()  # weights, as every session hands them over
     settings = {"dim": layer.dim, "degree": layer.degree, "expand": layer.expand, "bias": layer.bias}
     if isinstance(layer, PoM):
         names = ("n_groups", "n_sel_heads", "rotary", "rotary_base", "clamp_max", "gate", "first_power")

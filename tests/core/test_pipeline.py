@@ -236,6 +236,26 @@ def test_nothing_local_in_the_bundle(encoder_pom: Path) -> None:
         assert here not in content and b".py" not in content and b"/tmp" not in content, file.name
 
 
+def test_the_callers_model_is_left_as_it_was(fresh: nn.Module, tmp_path: Path) -> None:
+    fresh.train()
+    fresh.blocks[1].eval()  # type: ignore[index,union-attr]
+    before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+    export_bundle(fresh, out=tmp_path / "a.pom")
+    assert fresh.training and not fresh.blocks[1].training  # type: ignore[index,union-attr]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())
+
+
+def test_half_weights_in_memory(fresh: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"weights are torch.float16; .* call model.float\(\)"):
+        export_bundle(fresh.half(), out=tmp_path / "a.pom")
+
+
+def test_a_layers_mask_is_weights(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(2, 5, 8), "mask": torch.ones(2, 5, dtype=torch.bool)}
+    report = export_bundle(PoM(8, 2, 2), example_inputs=inputs, out=tmp_path / "a.pom")
+    assert str(Bundle.open(report.bundle).manifest.artifacts[0].inputs[1]) == "mask float32 (batch, tokens)"
+
+
 def test_a_model_without_pom(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Linear contains no PoM layer"):
         export_bundle(nn.Linear(4, 4), example_inputs={"input": torch.randn(2, 4)}, out=tmp_path / "a.pom")
