@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from pom_edge import pipeline
 from pom_edge.checkpoint import save_checkpoint
 from pom_edge.cli import app
+from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
 from tests.bundles import make_bundle, make_inputs
 from tests.golden import read
@@ -179,6 +180,15 @@ def test_export_check_run_info(checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads(_run("info", checkpoint, "--json").stdout)["format"] == "pom-edge checkpoint"
     again = _run("export", bundle)
     _refused(again, "is a bundle already")
+
+
+def test_bare_weights_say_how_they_are_read(tmp_path: Path) -> None:
+    """Our rotary PoM keeps no tables: its bare weights look like a layer without rotary, which must not stay unsaid."""
+    torch.save(PoM(8, 2, 2, n_sel_heads=4, rotary="1d").state_dict(), tmp_path / "layer.pt")
+    result = _run("export", tmp_path / "layer.pt", "--json")
+    assert result.exit_code == 0, result.output
+    (warning,) = json.loads(result.stdout)["warnings"]
+    assert "no rotary positions" in warning and "--factory" in warning
 
 
 def test_the_table_names_the_next_commands(checkpoint: Path, tmp_path: Path) -> None:
