@@ -160,6 +160,8 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
     options.check()
     if path.is_dir() and is_bundle(path):
         raise InputError(f"{path} is a bundle already; this version makes {', '.join(TARGETS)}, which it holds")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; expected a model file: .pt, .pth, .ckpt, .safetensors or .pt2")
     out = out or path.with_suffix(".pom")
     check_destination(out, options.overwrite)
     from pom_edge.subject import subject_from_file
