@@ -25,7 +25,7 @@ from pom_edge.examples import call_named, load_example
 from pom_edge.exchange import writing_errors
 from pom_edge.filecontent import Stored, pickled_module, read_content
 from pom_edge.fileformat import identify
-from pom_edge.mixer import CumulativePoM, PoM
+from pom_edge.mixer import SETTINGS_KEY, CumulativePoM, PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.program import load_program
 from pom_edge.published import LAYOUTS, build_layer, find_layers
@@ -322,10 +322,11 @@ def _from_state(content: Any, options: _Options, path: Path) -> LoadedModel:
         layer = build_layer(without_prefix(widened.tensors, prefix), options.layout, options.degree, options.clamp)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    ours = prefix + SETTINGS_KEY in widened.tensors
     return LoadedModel(
         layer.mixer,
-        "published PoM layer",
-        published_layout=layer.layout,
+        "PoM layer with its settings" if ours else "published PoM layer",
+        published_layout=None if ours else layer.layout,
         layer=layer.mixer,
         warnings=warnings + layer.warnings,
     )

@@ -15,9 +15,10 @@ obey the code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,11 @@ Mask = Tensor | Literal["causal"] | None
 
 CLAMP_MIN = -0.1  # lower bound of the activation; the upper one is a setting (6, or 1 in the distilled SD3.5)
 LEAKY_SLOPE = 0.01
+SETTINGS_KEY = "pom_settings"  # in a state dict: the settings that leave no trace in the shapes of the weights
+_PUBLISHED: dict[str, Any] = {"rotary": None, "rotary_base": 10000.0, "clamp_max": 6.0, "gate": "hardsigmoid", "first_power": 1}
 SUM_BLOCK = 256  # tokens in a block of the two-level running sum: a plain FP32 running sum falls to 80 dB at 100k tokens
 
-__all__ = ["CumulativePoM", "Mixer", "PoM", "PoMState", "coefficient_penalty"]
+__all__ = ["SETTINGS_KEY", "CumulativePoM", "Mixer", "PoM", "PoMState", "coefficient_penalty", "read_settings"]
 
 
 @dataclass
@@ -246,6 +249,9 @@ class PoM(Mixer):
         gate: ``"hardsigmoid"``, or ``"sigmoid"`` (compom 2025).
         first_power: 1 for powers 1..k; 0 for powers 0..k-1 (compom 2025, degrees outside 2, 3, 4).
 
+    Settings that the shapes of the weights do not tell (the last five) travel in the state dict, as ``pom_settings``, where
+    they are not the published ones; loading weights into a layer of other settings is refused.
+
     Raises:
         InputError: settings that cannot be combined.
 
@@ -304,7 +310,46 @@ class PoM(Mixer):
 
     def extra_repr(self) -> str:
         heads = self.n_sel_heads if self.n_sel_heads > 1 else "per channel"
-        return f"{self.dim}, degree={self.degree}, expand={self.expand}, groups={self.n_groups}, gate heads={heads}"
+        shapes = f"{self.dim}, degree={self.degree}, expand={self.expand}, groups={self.n_groups}, gate heads={heads}"
+        return ", ".join([shapes, *(f"{name}={value}" for name, value in self.unpublished_settings().items())])
+
+    def unpublished_settings(self) -> dict[str, Any]:
+        """The settings that neither the weights' shapes nor the published code tell, by the constructor's names."""
+        return {name: getattr(self, name) for name, value in _PUBLISHED.items() if getattr(self, name) != value}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        settings = self.unpublished_settings()
+        if settings:
+            text = json.dumps(settings, sort_keys=True).encode()
+            destination[prefix + SETTINGS_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        _, _, _, unexpected, errors = args
+        stored = state_dict.get(prefix + SETTINGS_KEY)
+        if stored is not None:  # weights without it are the published code's, or of the published settings
+            try:
+                self.check_settings(read_settings(stored), prefix.rstrip(".") or type(self).__name__)
+            except InputError as error:
+                errors.append(str(error))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if prefix + SETTINGS_KEY in unexpected:
+            unexpected.remove(prefix + SETTINGS_KEY)
+
+    def check_settings(self, stored: Mapping[str, Any], name: str) -> None:
+        """Whether weights that were saved with these settings mean this layer.
+
+        Raises:
+            InputError: they do not; lists what differs.
+        """
+        trained = {**_PUBLISHED, **stored}
+        wrong = [
+            f"{key}={value!r}, here {getattr(self, key)!r}" for key, value in trained.items() if getattr(self, key) != value
+        ]
+        if wrong:
+            raise InputError(
+                f"{name}: the weights were saved from a layer with {'; '.join(wrong)}. Build it with those settings"
+            )
 
     def projection(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the projection: (D, d) for one group, (D, d/G) grouped; bias (D) or None."""
@@ -430,6 +475,24 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     s = a + b
     shadow = s - a
     return s, (a - (s - shadow)) + (b - shadow)
+
+
+def read_settings(stored: Tensor) -> dict[str, Any]:
+    """The settings in a state dict's ``pom_settings`` (whatever type a script has cast it to since).
+
+    Raises:
+        InputError: the entry is damaged, or of a later version.
+    """
+    try:
+        settings = dict(json.loads(bytes(stored.double().round().to(torch.uint8).tolist())))
+        unknown = sorted(set(settings) - set(_PUBLISHED))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{SETTINGS_KEY} in the weights cannot be read ({error}); save them again") from error
+    if unknown:
+        raise InputError(
+            f"{SETTINGS_KEY} in the weights names {', '.join(unknown)}, which this version does not know; update it"
+        )
+    return settings
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, PoM]]:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pom_edge.errors import CheckpointError, InputError
-from pom_edge.mixer import CumulativePoM, PoM, horner
+from pom_edge.mixer import SETTINGS_KEY, CumulativePoM, PoM, horner, read_settings
 from pom_edge.tables import TABLE_NAMES, read_base, rotary_of
 
 LAYOUTS = ("current", "current-rotary", "rotary-sd35", "compom-2026-03", "compom-2025", "2025-02", "homm")
@@ -127,6 +127,8 @@ def build_layer(
         degree: polynomial degree, for the layouts whose shapes do not tell.
         clamp: upper bound of the activation, where it is not 6.
 
+    Weights of our own layers say themselves how they were made where that is not as published (``pom_settings``).
+
     Returns:
         The layer in eval mode with the same tensors (converted ones are new).
 
@@ -134,6 +136,8 @@ def build_layer(
         CheckpointError: ambiguous without an option, options that contradict the tensors, tensors that are unknown, missing or
             of the wrong shape.
     """
+    if SETTINGS_KEY in tensors:
+        return _build_ours(tensors, layout, degree, clamp)
     unknown = sorted(set(tensors) - _KNOWN - TABLE_NAMES)
     if unknown:
         raise CheckpointError(f"no published PoM layer has {_some(unknown)}; is this a modified one? Then give --factory")
@@ -157,6 +161,26 @@ def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(("po_proj.", "se_proj."))}
     kept["qc_proj.weight"] = torch.cat((tensors["po_proj.weight"].flatten(1), tensors["se_proj.weight"]))
     return kept | {"se_bias": tensors["se_proj.bias"]}
+
+
+def _build_ours(tensors: Mapping[str, Tensor], layout: str | None, degree: int | None, clamp: float | None) -> PublishedLayer:
+    """A layer that was saved by :class:`PoM` with its settings."""
+    if layout is not None or clamp is not None:
+        option = "--clamp" if layout is None else "--layout"
+        raise CheckpointError(f"{option} does not apply: the weights carry the settings of their layer. Leave it out")
+    weights = {name: tensor for name, tensor in tensors.items() if name != SETTINGS_KEY}
+    try:
+        settings = read_settings(tensors[SETTINGS_KEY])
+        plain = build_layer(weights, "current", degree).mixer
+        assert isinstance(plain, PoM)
+        with torch.device("meta"):
+            mixer = PoM(plain.dim, plain.degree, plain.expand, plain.n_groups, plain.n_sel_heads, plain.bias, **settings)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:  # InputError is one
+        raise CheckpointError(f"the layer cannot be built from its settings: {error}") from error
+    mixer.load_state_dict(plain.state_dict(), assign=True)
+    return PublishedLayer(mixer.eval(), "current")
 
 
 def _check_options(tensors: Mapping[str, Tensor], layout: str, clamp: float | None) -> None:
@@ -227,7 +251,7 @@ def _build_pom(tensors: Mapping[str, Tensor], layout: str, degree: int | None, c
     if biased:
         state["ag_proj.bias"] = tensors.get("ag_proj.bias", converted["se"].new_zeros(dim))
     state |= _named_projections(tensors, converted, groups, biased)
-    _check_shapes(state, {name: tensor.shape for name, tensor in mixer.state_dict().items()})
+    _check_shapes(state, {name: parameter.shape for name, parameter in mixer.named_parameters()})
     mixer.load_state_dict(state, assign=True)
     return PublishedLayer(mixer.eval(), layout, _notes(tensors, layout, groups, clamp))
 

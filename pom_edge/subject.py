@@ -21,12 +21,6 @@ from pom_edge.recognise import unrecognised
 if TYPE_CHECKING:
     from pom_edge.pipeline import ExportOptions
 
-# A pom_edge.PoM with rotary positions or another clamp has the same tensor names: unsaid, the wrong graph would be silent.
-BARE_WEIGHTS = (
-    "bare weights do not tell settings: the layer is taken as published (activation clipped at 6, hard sigmoid, no rotary "
-    "positions). A pom_edge.PoM made with other settings, or with rotary=..., needs --factory"
-)
-
 __all__ = ["Subject", "subject_from_file", "subject_from_model"]
 
 
@@ -77,8 +71,6 @@ def subject_from_file(path: Path, options: ExportOptions) -> Subject:
         subject = _from_module(loaded.model, loaded.config, options, loaded.samples)
     subject.samples = loaded.samples or None
     subject.published_layout = loaded.published_layout
-    if loaded.published_layout == "current" and options.clamp is None:
-        subject.warnings.append(BARE_WEIGHTS)
     subject.class_names = loaded.class_names
     subject.warnings = [*loaded.warnings, *subject.warnings]
     return subject

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pom_edge.errors import CheckpointError
-from pom_edge.mixer import PoM
+from pom_edge.errors import CheckpointError, InputError
+from pom_edge.mixer import SETTINGS_KEY, PoM, read_settings
 from pom_edge.published import fuse
 from pom_edge.tables import TABLE_NAMES, TABLES, read_base, rotary_of
 
@@ -134,6 +134,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> l
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     target = {name.replace(COMPILED, ""): value for name, value in own.items()}
     given, warnings = _align({name.replace(COMPILED, ""): tensor for name, tensor in tensors.items()}, target, source)
+    _check_settings(given, target, model)
     warnings += _convert_old(given, target)
     warnings += _drop_tables(given, target, model)
     _fill_tied(given, target)
@@ -143,7 +144,8 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> l
             f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}. Expected the state dict of exactly the "
             "model that the factory builds: are its settings those of the training run?"
         )
-    model.load_state_dict({name: given[name.replace(COMPILED, "")] for name in own}, strict=False)  # all are there, see above
+    whole = {name: given[plain] for name in own if (plain := name.replace(COMPILED, "")) in target}
+    model.load_state_dict(whole, strict=False)  # every name of the model is there, see above
     return warnings
 
 
@@ -213,6 +215,24 @@ def _prefixes(longer: Mapping[str, Tensor], shorter: Mapping[str, Tensor]) -> li
     for name in list(shorter)[:: max(1, len(shorter) // 32)]:
         votes.update(key[: -len(name)] for key in longer if key == name or key.endswith(f".{name}"))
     return sorted(votes.items(), key=lambda item: (-item[1], item[0] != ""))
+
+
+def _check_settings(given: dict[str, Tensor], target: dict[str, Tensor], model: nn.Module) -> None:
+    """Settings that were saved with the weights agree with the model's; then both are done with them.
+
+    Raises:
+        CheckpointError: a layer was trained with others, or with others than the published ones where the model has no PoM.
+    """
+    for name in [name for name in given if name.rpartition(".")[2] == SETTINGS_KEY]:
+        owner = name.rpartition(".")[0]
+        layer = _submodule(model, owner)
+        if isinstance(layer, PoM):
+            try:
+                layer.check_settings(read_settings(given.pop(name)), owner or "the layer")
+            except InputError as error:
+                raise CheckpointError(str(error)) from error
+    for name in [name for name in target if name.rpartition(".")[2] == SETTINGS_KEY]:
+        del target[name]
 
 
 def _convert_old(given: dict[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:

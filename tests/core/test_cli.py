@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from pom_edge import pipeline
+from pom_edge.bundle import Bundle
 from pom_edge.checkpoint import save_checkpoint
 from pom_edge.cli import app
 from pom_edge.mixer import PoM
@@ -182,13 +183,14 @@ def test_export_check_run_info(checkpoint: Path, tmp_path: Path) -> None:
     _refused(again, "is a bundle already")
 
 
-def test_bare_weights_say_how_they_are_read(tmp_path: Path) -> None:
-    """Our rotary PoM keeps no tables: its bare weights look like a layer without rotary, which must not stay unsaid."""
+def test_bare_weights_are_exported_with_their_settings(tmp_path: Path) -> None:
+    """Our rotary PoM keeps no tables: without its settings the weights would look like a layer without rotary."""
     torch.save(PoM(8, 2, 2, n_sel_heads=4, rotary="1d").state_dict(), tmp_path / "layer.pt")
     result = _run("export", tmp_path / "layer.pt", "--json")
     assert result.exit_code == 0, result.output
-    (warning,) = json.loads(result.stdout)["warnings"]
-    assert "no rotary positions" in warning and "--factory" in warning
+    assert json.loads(result.stdout)["warnings"] == []
+    manifest = Bundle.open(tmp_path / "layer.pom").manifest
+    assert manifest.model["rotary"] == "1d"
 
 
 def test_the_table_names_the_next_commands(checkpoint: Path, tmp_path: Path) -> None:

