@@ -15,9 +15,11 @@ from torch import Tensor
 from pom_edge.errors import InputError
 from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs
 from pom_edge.export.reference import Arrays, TorchSession
+from pom_edge.runtimes.parity import compare
 
 MAX_GOLDEN_BYTES = 16 << 20
 MAX_REAL_SAMPLES = 64
+REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
 __all__ = ["Case", "golden_cases", "record"]
 
@@ -124,12 +126,29 @@ def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[s
                 f"PyTorch itself returns NaN or infinity in {', '.join(bad)} for {case.description}: nothing can be checked "
                 "against that; mend the model or its example inputs"
             )
+        if not kept:
+            _check_repeatable(case, session)
         total += case.nbytes
         if total > MAX_GOLDEN_BYTES and kept:
             notes.append(f"{case.name} ({case.description}) left out: golden data is limited to 16 MiB")
             continue
         kept.append(case)
     return kept, notes
+
+
+def _check_repeatable(case: Case, session: TorchSession) -> None:
+    """The same inputs once more: an answer that differs is none to compare with.
+
+    Raises:
+        InputError: it differs.
+    """
+    again, _ = session.run(case.inputs)
+    if not compare(case.outputs, again, REPEATABLE_DB).passed:
+        raise InputError(
+            "the model answers the same inputs differently the second time: random numbers, dropout that stays on in eval "
+            "mode, or a state that it keeps between calls. Nothing can be compared with that; make forward a function of its "
+            "inputs"
+        )
 
 
 def _describe(inputs: Arrays) -> str:

@@ -6,14 +6,18 @@ The tensor names carry the meaning (see docs/bundle.md): ``x``, ``context``, ``m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pom_edge.errors import InputError
+from pom_edge.system import memory_bytes
 
 BATCH, TOKENS, CONTEXT = "batch", "tokens", "context_tokens"
+
+MAX_LENGTH = 2**31 - 1
 
 Axes = dict[str, list[int | str]]  # input name -> for each dimension a number or the name of a free axis
 
@@ -54,6 +58,8 @@ class Extent:
             raise InputError(f"{option} is {text!r}; {expected}") from None
         if len(numbers) not in (1, 3) or numbers[0] < 1 or numbers != sorted(numbers):
             raise InputError(f"{option} is {text!r}; {expected}")
+        if numbers[-1] > MAX_LENGTH:
+            raise InputError(f"{option} is {text!r}; expected at most {MAX_LENGTH}, the longest axis that runtimes index")
         return cls(numbers[0], numbers[len(numbers) // 2], numbers[-1])
 
 
@@ -141,8 +147,23 @@ def make_inputs(example: dict[str, Tensor], axes: Axes, sizes: dict[str, int], s
     made: dict[str, Tensor] = {}
     for name, dims in axes.items():
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
+        _check_room(name, shape, example[name])
         made[name] = _random_like(name, example[name], shape, generator)
     return made
+
+
+def _check_room(name: str, shape: list[int], example: Tensor) -> None:
+    """A model needs several times the memory of its inputs: refuse here, before the system kills the process.
+
+    Raises:
+        InputError: this input alone would take more than half of the memory there is.
+    """
+    needed, memory = math.prod(shape) * example.element_size(), memory_bytes()
+    if memory is not None and needed > memory[1] // 2:
+        raise InputError(
+            f"input {name!r} of shape {tuple(shape)} takes {needed / 2**30:.1f} GiB, and this machine has "
+            f"{memory[1] / 2**30:.1f} GiB available; ask for fewer --tokens or a smaller --batch"
+        )
 
 
 def _random_like(name: str, example: Tensor, shape: list[int], generator: torch.Generator) -> Tensor:

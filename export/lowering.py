@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pom_edge.errors import InputError
 from pom_edge.mixer import CumulativePoM, Mask, PoM, divide_or_zero, horner
-from pom_edge.recognise import is_published, to_pom
+from pom_edge.recognise import is_ours, is_published, to_pom
 from pom_edge.rotary import frequencies, rotate
 
 RUNNING_BLOCK = 32  # tokens in a block of the running sum: 2 * 32 operations an element, against 2 d for the projection
@@ -358,7 +358,7 @@ def lower(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _lowerable(module: nn.Module) -> bool:
-    return isinstance(module, (PoM, CumulativePoM)) or is_published(module)
+    return is_ours(module) or is_published(module)
 
 
 def _lower_one(module: nn.Module, shared: dict[tuple[int, str, float], RotaryTables]) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import logging
 import re
 import warnings
@@ -269,6 +270,11 @@ def check_file(path: Path) -> None:
 
 def _untraceable(error: Exception, axes: Axes) -> str:
     """torch's reason, or in our words the one that users meet: an axis that the model does not leave free."""
+    if "data-dependent" in str(error):
+        return (
+            "the model decides by the values of its tensors (if, while, .item(), a boolean index), which no static graph can "
+            f"follow: use torch.where or a fixed choice instead. torch says: {_first_lines(error, 1)}"
+        )
     pinned = re.search(r"Constraints violated \(([\w, ]+)\)", str(error))
     if pinned is None:
         return f"torch.export cannot trace the model: {_first_lines(error)}"
@@ -289,14 +295,19 @@ def _first_lines(error: Exception, lines: int = 6) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch.onnx's registration notes (torchvision missing) and its FutureWarnings, here and nowhere else."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence torch's registration notes (torchvision missing), its FutureWarnings, and the graph it prints when tracing fails.
+
+    The reason of a failure is in its exception.
+    """
+    names = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,23 +19,40 @@ __all__ = ["Taps", "TorchSession", "named_outputs"]
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:
-    """The tensors of a model's return value by name: the first is ``y``, further ones keep the model's names.
+    """Every tensor of a model's return value by name: the first is ``y``, further ones keep the model's names.
+
+    Tensors inside further tuples, dicts and dataclasses are named by their path: ``hidden_states_2``. None and plain numbers
+    and texts are constants of the model, no outputs.
 
     Raises:
-        InputError: the model returns no tensor.
+        InputError: the model returns no tensor, or something that may hide one.
     """
-    if isinstance(result, Tensor):
-        return {"y": result}
-    if isinstance(result, Mapping):
-        pairs = [(str(name), value) for name, value in result.items()]
-    elif isinstance(result, Sequence):
-        pairs = [(f"output_{i}", value) for i, value in enumerate(result)]
-    else:
-        pairs = []
-    tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    tensors = list(_tensors(result, ""))
     if not tensors:
         raise InputError(f"the model returned {type(result).__name__} without a tensor; expected a tensor, tuple or dict")
-    return {"y" if i == 0 else name: value for i, (name, value) in enumerate(tensors)}
+    named = {"y" if i == 0 else name: value for i, (name, value) in enumerate(tensors)}
+    if len(named) < len(tensors):
+        raise InputError(f"two outputs of the model have one name: {', '.join(name for name, _ in tensors)}; rename one")
+    return named
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path or "y", value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _tensors(item, f"{path}_{name}" if path else str(name))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name), f"{path}_{field.name}" if path else field.name)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{path or 'output'}_{i}")
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise InputError(
+            f"the model returned {type(value).__name__}{f' in {path}' if path else ''}, which may hold tensors that would be "
+            "lost; expected tensors in tuples, dicts or dataclasses. Wrap the model in a module that returns those"
+        )
 
 
 class Taps:

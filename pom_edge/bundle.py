@@ -5,8 +5,8 @@
         golden.safetensors     inputs and PyTorch's answers
         parallel.fp32.onnx     artifacts, named <form>.<precision>[.<variant>].<ext>
 
-Opening verifies every hash before any native parser sees a byte. Writing goes into a folder beside and exchanges the two,
-so a bundle is always whole: the old one or the new one.
+Opening verifies every hash, the manifest's own included, before any native parser sees a byte. Writing goes into a folder
+beside and exchanges the two, so a bundle is always whole: the old one or the new one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
@@ -33,6 +34,8 @@ GOLDEN = "golden.safetensors"
 FORMAT: Final = "pom-edge-bundle"
 VERSION = 1
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
+_UNSEALED = "0" * 64
+_DIGEST = re.compile(r'\n  "digest": "([0-9a-f]{64})"')  # of the manifest itself: two spaces deep
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 
 __all__ = [
@@ -138,6 +141,7 @@ class Manifest(_Model):
     artifacts: list[Artifact]
     golden: list[GoldenCase]
     files: list[FileEntry]
+    digest: str = ""  # of the manifest's own text, see seal()
 
 
 class Bundle:
@@ -161,7 +165,20 @@ class Bundle:
         """
         path = path if path.name else path.absolute()  # `pom-edge info .` from inside a bundle
         recover(_destination(path))
-        manifest = read_manifest(path)
+        text = _manifest_text(path)
+        intact = _is_sealed(text)
+        edited = f"{path.name}/{MANIFEST} was changed after the export; copy the folder again, or export again"
+        try:
+            manifest = _parse(text, path)
+            cls._verify_files(path, manifest)
+        except BundleError as error:
+            raise error if intact else BundleError(f"{error}. ({edited})") from error
+        if not intact:
+            raise BundleError(edited)
+        return cls(path, manifest)
+
+    @staticmethod
+    def _verify_files(path: Path, manifest: Manifest) -> None:
         for entry in manifest.files:
             _verify(path, entry)
         listed = {entry.path for entry in manifest.files}
@@ -171,7 +188,6 @@ class Bundle:
                 raise BundleError(f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again")
         if manifest.golden and GOLDEN not in listed:
             raise BundleError(f"{path.name}: {GOLDEN} is not among the hashed files; export again")
-        return cls(path, manifest)
 
     def cases(self) -> Iterator[tuple[GoldenCase, dict[str, np.ndarray], dict[str, np.ndarray]]]:
         """Every golden case with its inputs and PyTorch's outputs.
@@ -199,18 +215,36 @@ def is_bundle(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest alone, without verifying files.
+def seal(content: Mapping[str, Any]) -> str:
+    """The text of a manifest, with the digest of that text (its own 64 digits read as zeros) in it."""
+    text = json.dumps({**content, "digest": _UNSEALED}, indent=2, sort_keys=True) + "\n"
+    return _with_digest(text, hashlib.sha256(text.encode()).hexdigest())
 
-    Raises:
-        BundleError: not a bundle, an unknown version, or a manifest that does not fit its schema.
-    """
+
+def _is_sealed(text: str) -> bool:
+    found = _DIGEST.search(text)
+    return found is not None and hashlib.sha256(_with_digest(text, _UNSEALED).encode()).hexdigest() == found[1]
+
+
+def _with_digest(text: str, digest: str) -> str:
+    return _DIGEST.sub(f'\n  "digest": "{digest}"', text, count=1)
+
+
+def _manifest_text(path: Path) -> str:
     if not path.exists():
         raise BundleError(f"{path} does not exist; expected a .pom bundle. Make one with: pom-export model.pt --out {path}")
     if not is_bundle(path):
         raise BundleError(f"{path} is not a bundle (no {MANIFEST} in it); expected a folder made by pom-export")
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        return (path / MANIFEST).read_bytes().decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path.name}/{MANIFEST} cannot be read ({error}); export the model again") from error
+
+
+def _parse(text: str, path: Path) -> Manifest:
+    """The manifest of known version and schema; nothing is verified yet."""
+    try:
+        content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # the last one: brackets nested beyond any manifest
         raise BundleError(f"{path.name}/{MANIFEST} cannot be read ({error}); export the model again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -277,7 +311,10 @@ def write_bundle(path: Path, overwrite: bool) -> Iterator[Path]:
     check_destination(path, overwrite)
     with replaced_folder(_destination(path)) as folder:
         yield folder
-        check_destination(path, overwrite)  # again: another export may have arrived first
+        try:
+            check_destination(path, overwrite)
+        except BundleError as error:
+            raise BundleError(f"while this export ran, another one wrote {path}: {error}") from error
 
 
 def check_destination(path: Path, overwrite: bool) -> None:
@@ -334,6 +371,5 @@ def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, 
             if path.is_file()
         ]
         manifest = Manifest(**fields, files=files)
-        text = json.dumps(manifest.model_dump(mode="json"), indent=2, sort_keys=True)
-        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_bytes(seal(manifest.model_dump(mode="json")).encode())
     return manifest

@@ -301,7 +301,12 @@ def _from_state(content: Any, options: _Options, path: Path) -> LoadedModel:
     if options.factory is not None:
         options.refuse(LAYER_OPTIONS, "the factory's model says itself how its layers are built")
         model = _build(options.factory)
-        warnings += load_into(model, widened.tensors, path.name)
+        try:
+            warnings += load_into(model, widened.tensors, path.name)
+        except CheckpointError as error:
+            if find_layers(widened.tensors) != [""]:
+                raise
+            raise CheckpointError(f"{error}. The file holds one PoM layer: it is exported without --factory") from error
         return LoadedModel(model.eval(), "state dict", warnings=warnings)
     prefixes = find_layers(widened.tensors)
     if not prefixes:

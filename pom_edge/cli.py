@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pom_edge.errors import PomError
+from pom_edge.bundle import MANIFEST
+from pom_edge.errors import InputError, PomError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 app = typer.Typer(
     name="pom-edge",
-    help="Trained PoM models in, verified artifacts for edge runtimes out.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,21 +33,56 @@ Artifact = Annotated[str | None, typer.Option(help="File name of the artifact, w
 Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; default: its own choice.", min=1)]
 
 
+_CLICK_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")  # typer hides it
+
+
 def _reported(command: F) -> F:
     """A user's mistake is one message and an exit code; a bug keeps its traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            sys.stdout.flush()  # here, where a full disk or a closed pipe can still be answered
+            return result
         except PomError as error:
             _fail(str(error), error.exit_code, kwargs.get("as_json", False))
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of a pipe went away (`pom-edge info ... | head`)
+            raise typer.Exit(0) from None
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's way to say it
+                raise
+            _fail("not enough memory for this; close other programs, or give smaller inputs", 2, kwargs.get("as_json", False))
+        except OSError as error:
+            if not _to_stdout(error):
+                raise
+            _fail(f"the output cannot be written: {error.strerror}", 2, False)
         except KeyboardInterrupt:
             _fail("interrupted; nothing was changed", 130, kwargs.get("as_json", False))
-        except BrokenPipeError:
-            raise typer.Exit(0) from None  # the reader of a pipe went away: `pom-edge info ... | head`
 
     return run  # type: ignore[return-value]
+
+
+def _to_stdout(error: OSError) -> bool:
+    """Whether writing to stdout failed, as on a full disk: errors about files name them."""
+    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has nowhere to go: no second error at exit
+    return True
+
+
+def _check_output(output: Path, source: Path, bundle: Path) -> None:
+    """Refuse to write over the inputs, or into a bundle: its files are hashed.
+
+    Raises:
+        InputError: either.
+    """
+    target = output.resolve()
+    if target == source.resolve():
+        raise InputError(f"--output {output} is the input file; expected another name, so that the inputs are kept")
+    if any((folder / MANIFEST).is_file() for folder in (bundle.resolve(), *target.parents) if folder in target.parents):
+        raise InputError(f"--output {output} lies inside a bundle, whose files are hashed; expected a place outside")
 
 
 def _fail(message: str, code: int, as_json: bool) -> None:
@@ -52,6 +90,20 @@ def _fail(message: str, code: int, as_json: bool) -> None:
         print(json.dumps({"passed": False, "error": message, "exit_code": code}, indent=2))
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"pom-edge {version('pom-edge')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)]
+
+
+@app.callback()
+def _root(show_version: Version = False) -> None:
+    """Trained PoM models in, verified artifacts for edge runtimes out."""
 
 
 @app.command("export")
@@ -74,6 +126,7 @@ def export_command(
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: Json = False,
+    show_version: Version = False,  # noqa: ARG001  # its callback prints
 ) -> None:
     """Export a trained model to a bundle of verified artifacts."""
     from pom_edge.console import Progress, print_export
@@ -141,10 +194,16 @@ def run(
     """Run one artifact on inputs from a file."""
     import time
 
+    import numpy as np
+
     from pom_edge.arrays import read_arrays, write_arrays
     from pom_edge.runtimes import open_session
 
     inputs = read_arrays(input_file)
+    _check_output(output_file, input_file, bundle)
+    for name, array in inputs.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            print(f"warning: input {name!r} contains NaN or infinity", file=sys.stderr)
     with open_session(bundle, runtime=runtime, artifact=artifact, threads=threads) as session:
         start = time.perf_counter()
         outputs = session.run_named(inputs)
@@ -188,14 +247,32 @@ def doctor(as_json: Json = False) -> None:
 
 def main() -> None:
     """Entry point of ``pom-edge``."""
-    app(prog_name="pom-edge")
+    _run(app, "pom-edge")
 
 
 def export_main() -> None:
     """Entry point of ``pom-export``, which is ``pom-edge export``."""
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command()(export_command)
-    single(prog_name="pom-export")
+    single.command(no_args_is_help=True)(export_command)
+    _run(single, "pom-export")
+
+
+def _run(command: typer.Typer, name: str) -> None:
+    """Run, with usage errors in the shape of all others: one line, and a JSON object where one was asked for."""
+    try:
+        code = command(prog_name=name, standalone_mode=False)
+    except _CLICK_ERROR as error:
+        if not sys.argv[1:]:  # no argument at all: click raises the help
+            error.show()
+            sys.exit(error.exit_code)
+        path = error.ctx.command_path if getattr(error, "ctx", None) else name
+        text = error.format_message().rstrip(".")
+        message = f"{text}{'' if text.endswith('?') else '.'} See: {path} --help"
+        try:
+            _fail(message, error.exit_code, "--json" in sys.argv)
+        except typer.Exit as leave:
+            code = leave.exit_code
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class Progress:
 
 def _console() -> Console:
     # Without a terminal rich assumes 80 columns and wraps file names; logs have room.
-    return Console() if sys.stdout.isatty() else Console(width=140, highlight=False)
+    width = None if sys.stdout.isatty() else 140
+    return Console(width=width, highlight=width is None, markup=False, emoji=False)  # names may look like markup: [red]
 
 
 def print_export(report: ExportReport) -> None:
@@ -76,7 +77,7 @@ def print_export(report: ExportReport) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
-    bundle = shlex.quote(str(report.bundle))
+    bundle = shlex.quote(str(report.bundle) if not str(report.bundle).startswith("-") else f"./{report.bundle}")
     print(f"exported in {report.seconds:.1f} s. Next:")
     print(f"  pom-edge check {bundle}")
     print(f"  pom-edge run {bundle} --input inputs.npz --output outputs.npz")

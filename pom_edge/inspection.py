@@ -12,6 +12,7 @@ from typing import Any
 
 from pom_edge.bundle import Bundle, is_bundle
 from pom_edge.errors import InputError
+from pom_edge.system import memory_bytes
 
 # what each target needs here, and the line that installs it
 NEEDS = {
@@ -143,9 +144,5 @@ def _vector_units() -> str:
 
 
 def _memory() -> str:
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, free = (int(fields[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError):
-        return "unknown"
-    return f"{total:.1f} GiB, {free:.1f} GiB available"
+    found = memory_bytes()
+    return "unknown" if found is None else f"{found[0] / 2**30:.1f} GiB, {found[1] / 2**30:.1f} GiB available"

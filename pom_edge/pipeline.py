@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,18 @@ from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.layers import run_tapped
 from pom_edge.runtimes.memory import measure_peak
-from pom_edge.runtimes.parity import GATES_DB, Arrays, Metrics, Vacuity, compare, measure, prove_not_vacuous, summarise, worst
+from pom_edge.runtimes.parity import (
+    GATES_DB,
+    MAX_SNR_DB,
+    Arrays,
+    Metrics,
+    Vacuity,
+    compare,
+    measure,
+    prove_not_vacuous,
+    summarise,
+    worst,
+)
 from pom_edge.runtimes.session import open_session
 
 if TYPE_CHECKING:
@@ -41,6 +53,8 @@ TARGETS = ("onnx",)
 PRECISIONS = ("fp32",)
 FORMS = ("parallel",)
 MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
+
+_ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
 Step = Callable[[str], None]
 
@@ -80,8 +94,10 @@ class ExportOptions:
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
-        if self.snr_db is not None and self.snr_db < GATES_DB["fp32"]:
-            raise InputError(f"--snr {self.snr_db:g} is below the FP32 gate of {GATES_DB['fp32']:g} dB; it can only be raised")
+        if self.snr_db is not None and not GATES_DB["fp32"] <= self.snr_db <= MAX_SNR_DB:
+            raise InputError(
+                f"--snr is {self.snr_db:g}; expected {GATES_DB['fp32']:g} to {MAX_SNR_DB:g} dB: the gate can only be raised"
+            )
 
 
 @dataclass
@@ -173,7 +189,7 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 
 def export_bundle(
     model: nn.Module,
-    targets: Sequence[str] = ("onnx",),
+    targets: Sequence[str] | str = ("onnx",),
     precision: str = "fp32",
     *,
     example_inputs: Mapping[str, Any] | None = None,
@@ -199,6 +215,13 @@ def export_bundle(
         >>> report = pom_edge.export_bundle(model, example_inputs={"x": x}, out="model.pom")
     """
     load_torch()
+    unknown = sorted(set(options) - set(ExportOptions.__dataclass_fields__) | set(options) & _ARGUMENTS.keys())
+    if unknown:
+        known = sorted(set(ExportOptions.__dataclass_fields__) - _ARGUMENTS.keys())
+        instead = [f"{_ARGUMENTS[name]} for {name}" for name in unknown if name in _ARGUMENTS]
+        hint = f" (use {', '.join(instead)})" if instead else ""
+        raise InputError(f"export_bundle has no option {', '.join(unknown)}{hint}; it takes {', '.join(known)}")
+    targets = (targets,) if isinstance(targets, str) else tuple(targets)
     made = ExportOptions(targets=targets, precisions=(precision,), example=example_inputs, **options)
     made.check()
     check_destination(Path(out), made.overwrite)
@@ -283,10 +306,14 @@ def _graph(subject: Subject, axes: Axes, extents: dict[str, Extent]) -> tuple[Gr
     from pom_edge.export.inputs import axis_sizes, make_inputs
     from pom_edge.export.lowering import lower
     from pom_edge.export.onnx_graph import export_graph, export_program
+    from pom_edge.recognise import unrecognised
 
     if subject.program is not None:
         return export_program(subject.program, list(subject.example)), [], None
     lowered, mixers = lower(subject.module)
+    if not mixers and (changed := unrecognised(subject.module)):
+        reasons = "; ".join(f"{path.removeprefix('layer') or 'it'}: {reason}" for path, reason in changed.items())
+        raise InputError(f"the model contains no PoM layer that can be lowered ({reasons})")
     if not mixers:
         raise InputError(
             f"{type(subject.module).__name__} contains no PoM layer; expected at least one (ours, or the published class). "
@@ -333,6 +360,12 @@ def hold_gates(
         stages = {"lowered": _against(cases, [_merged(session.run(case.inputs)) for case in cases]), **stages}
     for stage, metrics in stages.items():
         missed = {name: m for name, m in metrics.items() if not m.passes(gate_db)}
+        if missed and all(m.passes(GATES_DB["fp32"]) for m in missed.values()):
+            lowest = min(missed.values(), key=lambda m: m.snr_db)
+            raise GateError(
+                f"--snr {gate_db:g} asks for more than FP32 rounding leaves here: {lowest.snr_db:.1f} dB. The FP32 gate of "
+                f"{GATES_DB['fp32']:g} dB holds; give --snr {math.floor(lowest.snr_db)} or less"
+            )
         if missed:
             raise GateError(_missed(stage, missed, gate_db, graph.outputs))
     vacuity = prove_gate(cases, reference, graph.mixers, gate_db)

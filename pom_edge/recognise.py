@@ -28,7 +28,10 @@ PUBLISHED_CLAMP = 6.0
 TOLERANCE = 1e-3  # relative; FP32 leaves 1e-5, the nearest other mathematics 3e-2
 SCALES = (0.5, 3.0, 10.0)  # of the projected tokens: inside, around and far outside the bounds of the activation
 
-__all__ = ["Recognised", "is_published", "recognise", "to_pom", "unrecognised"]
+# The methods that a mixer of ours is made of; one that was overridden is another mixer.
+_MATHEMATICS = ("forward", "features", "activation", "projection", "selection", "selection_projection", "gate_theta", "readout")
+
+__all__ = ["Recognised", "is_ours", "is_published", "recognise", "to_pom", "unrecognised"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,15 @@ def recognise(module: nn.Module) -> Recognised | None:
     """Compare a module with every published mathematics that its tensors allow.
 
     Returns:
-        None for a module that is nothing like a PoM, or is ours already.
+        None for a module that is nothing like a PoM, or is ours (unless changed) already.
     """
-    if isinstance(module, Mixer) or not _looks_like_pom(module):
+    if isinstance(module, Mixer):
+        reason = _changed(module)
+        return Recognised(None, reason=reason) if reason else None
+    if not _looks_like_pom(module):
         return None
+    if _hooked(module):
+        return Recognised(None, reason=_hooked(module))
     arguments = list(inspect.signature(module.forward).parameters)
     if not arguments or arguments != list(ARGUMENTS[: len(arguments)]):
         return Recognised(None, reason=f"its forward takes {', '.join(arguments) or 'nothing'}, not {', '.join(ARGUMENTS[:3])}")
@@ -110,6 +118,28 @@ def recognise(module: nn.Module) -> Recognised | None:
     if closest < float("inf"):
         refusal = f"it computes something else than any published version (relative error at best {closest:.2g})"
     return Recognised(None, reason=refusal)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether a module is a mixer of this package that computes what its class says."""
+    return isinstance(module, Mixer) and not _changed(module)
+
+
+def _changed(mixer: Mixer) -> str:
+    """How a mixer of ours was made to compute something else; empty where it was not."""
+    for name in _MATHEMATICS:
+        if name in vars(mixer):
+            return f"its {name} was replaced"
+        method = getattr(type(mixer), name, None)
+        if method is not None and not str(method.__module__).startswith("pom_edge."):
+            return f"{type(mixer).__name__} overrides {name}"
+    return _hooked(mixer)
+
+
+def _hooked(module: nn.Module) -> str:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which may change what it computes: remove them to have it lowered"
+    return ""
 
 
 def _looks_like_pom(module: nn.Module) -> bool:

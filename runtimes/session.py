@@ -62,6 +62,12 @@ class Session(ABC):
         Raises:
             InputError: a name, dtype or shape does not fit; says what was found and expected.
         """
+        if isinstance(x, Mapping):
+            raise InputError(
+                "run() takes an array, or arrays by keyword: run(x, mask=mask), run(**inputs); or run_named(inputs)"
+            )
+        if x is not None and self.inputs[0].name in inputs:
+            raise InputError(f"input {self.inputs[0].name!r} is given twice, by position and by name; give it once")
         if x is not None:
             inputs = {self.inputs[0].name: x, **inputs}
         outputs = self.run_named(inputs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pom_edge.bundle import GOLDEN, MANIFEST, Bundle, check_destination
+from pom_edge.bundle import GOLDEN, MANIFEST, Bundle, check_destination, seal
 from pom_edge.errors import BundleError
 from tests.bundles import make_bundle
 
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 def _edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads((path / MANIFEST).read_text())
     change(content)
-    (path / MANIFEST).write_text(json.dumps(content))
+    (path / MANIFEST).write_text(seal(content))
 
 
 def test_opened_from_inside(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

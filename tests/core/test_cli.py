@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ CONFIG = ModelConfig(kind="encoder", dim=16, depth=1, input_dim=6, n_sel_heads=2
 
 def _run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def _process(program: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """The installed program itself."""
+    command = [str(Path(sys.executable).with_name(program)), *map(str, arguments)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)  # noqa: S603
 
 
 def _refused(result: Result, *parts: str, code: int = 2) -> None:
@@ -108,6 +116,10 @@ def test_bad_model_files(name: str, tmp_path: Path) -> None:
         (["--factory", "nowhere:build"], ["--factory"]),
         (["--layout", "current"], ["--layout"]),
         (["--snr", "20"], ["can only be raised"]),
+        (["--snr", "nan"], ["--snr is nan; expected 90 to 300 dB"]),
+        (["--tokens", "1:16:huge"], ["--tokens is '1:16:huge'"]),
+        (["--tokens", "99999999999999999999"], ["expected at most 2147483647"]),
+        (["--tokens", "2000000000"], ["takes", "GiB", "fewer --tokens"]),
     ],
 )
 def test_bad_arguments(arguments: list[str], parts: list[str], checkpoint: Path, tmp_path: Path) -> None:
@@ -153,7 +165,11 @@ def test_an_end_in_the_middle_keeps_the_previous_bundle(
 
 
 def test_a_failed_gate_is_exit_1(checkpoint: Path, tmp_path: Path) -> None:
-    _refused(_run("export", checkpoint, "--out", tmp_path / "a.pom", "--snr", "280"), "the gate is 280 dB", code=1)
+    _refused(
+        _run("export", checkpoint, "--out", tmp_path / "a.pom", "--snr", "280"),
+        "--snr 280 asks for more than FP32 rounding leaves here",
+        code=1,
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,6 +230,61 @@ def test_run_with_wrong_inputs(tmp_path: Path) -> None:
     (tmp_path / "bad.npz").write_bytes(b"no zip")
     _refused(_run("run", tmp_path / "a.pom", "--input", tmp_path / "bad.npz", "--output", tmp_path / "o.npz"), "cannot be read")
     assert not (tmp_path / "o.npz").exists()
+
+
+def test_run_keeps_its_inputs_and_the_bundle(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    source = tmp_path / "in.npz"
+    np.savez(source, **make_inputs())  # type: ignore[arg-type]
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    (tmp_path / "link").symlink_to(tmp_path / "a.pom")
+    for output, message in (
+        (source, "is the input file"),
+        (tmp_path / "." / "in.npz", "is the input file"),
+        (tmp_path / "a.pom" / "golden.safetensors", "inside a bundle"),
+        (tmp_path / "link" / "new.npz", "inside a bundle"),
+    ):
+        _refused(_run("run", tmp_path / "a.pom", "--input", source, "--output", output), message)
+    assert {file: file.read_bytes() for file in before} == before
+    np.savez(source, x=np.full((1, 5, 6), np.nan, np.float32))
+    result = _run("run", tmp_path / "a.pom", "--input", source, "--output", tmp_path / "out.npz")
+    assert result.exit_code == 0 and "input 'x' contains NaN" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("pom-export", ["m.pt", "--tokns", "3"], "No such option: --tokns"),
+        ("pom-export", ["m.pt", "--snr", "many"], "Invalid value for '--snr'"),
+        ("pom-edge", ["chekc"], "Did you mean 'check'?"),
+        ("pom-edge", ["run", "a.pom"], "Missing option '--input'"),
+    ],
+)
+def test_usage_errors_look_like_all_others(program: str, arguments: list[str], message: str) -> None:
+    done = _process(program, *arguments, "--json")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+    assert message in json.loads(done.stdout)["error"] and f"{program}" in done.stderr and "--help" in done.stderr
+    assert _process(program, *arguments).stdout == ""
+
+
+def test_help_and_version() -> None:
+    for program in ("pom-export", "pom-edge"):
+        assert "Usage" in _process(program).stdout + _process(program).stderr
+        assert _process(program, "--version").stdout.startswith("pom-edge ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")
+@pytest.mark.parametrize("arguments", [["--json"], []])
+def test_output_to_a_full_disk(tmp_path: Path, arguments: list[str]) -> None:
+    make_bundle(tmp_path / "a.pom")
+    with open("/dev/full", "w") as full:
+        done = _process("pom-edge", "info", tmp_path / "a.pom", *arguments, stdout=full)
+    assert done.returncode == 2 and done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_names_that_look_like_markup(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "[red]a[bold].pom")
+    assert "[red]a[bold].pom" in _run("check", tmp_path / "[red]a[bold].pom").stdout
 
 
 def test_check_of_a_wrong_artifact_is_exit_1(tmp_path: Path) -> None:

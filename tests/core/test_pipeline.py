@@ -225,7 +225,7 @@ def test_same_model_same_bytes(fresh: nn.Module, tmp_path: Path) -> None:
         assert (first.bundle / file).read_bytes() == (second.bundle / file).read_bytes()
     manifests = [json.loads((report.bundle / MANIFEST).read_text()) for report in (first, second)]
     for manifest in manifests:
-        del manifest["created"]
+        del manifest["created"], manifest["digest"]  # the digest is of the date as well
     assert manifests[0] == manifests[1]
 
 
@@ -282,5 +282,71 @@ def test_example_names_that_do_not_fit(fresh: nn.Module, tmp_path: Path) -> None
 
 
 def test_a_raised_gate_is_held(fresh: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match="the gate is 250 dB"):
+    with pytest.raises(
+        GateError, match=r"--snr 250 asks for more than FP32 rounding leaves here: 1\d\d\.\d dB.*give --snr 1\d\d or less"
+    ):
         export_bundle(fresh, out=tmp_path / "a.pom", snr_db=250.0)
+
+
+class _Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = PoM(8, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x) + 0.01 * torch.rand_like(x)  # type: ignore[no-any-return]
+
+
+class _Counting(_Random):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mixer(x) * self.calls  # type: ignore[no-any-return]
+
+
+class _Branching(_Random):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mixer(x)
+        return y if y.sum() > 0 else -y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_Random, "answers the same inputs differently"),
+        (_Counting, "answers the same inputs differently"),
+        (_Branching, r"decides by the values of its tensors"),
+    ],
+)
+def test_models_that_no_graph_can_be(
+    model: type[nn.Module], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError, match=message):
+        export_bundle(model(), example_inputs={"x": torch.randn(2, 5, 8)}, out=tmp_path / "a.pom")
+    assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
+
+
+class _Several(_Random):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.mixer(x)
+        return {"logits": y, "aux": [y.mean(1), None], "same": y}
+
+
+def test_every_output_of_a_model_is_exported(tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 8)
+    model = _Several().eval()
+    report = export_bundle(model, targets="onnx", example_inputs={"x": x}, out=tmp_path / "a.pom")
+    with open_session(report) as session, torch.no_grad():
+        found, expected = session.run(x.numpy()), model(x)
+        assert isinstance(found, dict) and list(found) == ["y", "aux_0", "same"]
+        assert np.allclose(found["aux_0"], expected["aux"][0].numpy(), atol=1e-6)
+        with pytest.raises(InputError, match="run_named"):
+            session.run({"x": x.numpy()})  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no option bogus; it takes batch, clamp"):
+        export_bundle(_Random(), bogus=1, out=tmp_path / "a.pom")
+    with pytest.raises(InputError, match=r"use example_inputs for example"):
+        export_bundle(_Random(), example={}, out=tmp_path / "a.pom")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from pom_edge.errors import InputError
 from pom_edge.export.lowering import lower
 from pom_edge.mixer import PoM
+from pom_edge.pipeline import export_bundle
 from pom_edge.recognise import is_published, recognise, to_pom, unrecognised
 from tests.core import published_standin as published
 
@@ -200,3 +202,46 @@ def test_probing_leaves_no_trace() -> None:
     assert is_published(module) and to_pom(module).training
     assert torch.equal(torch.get_rng_state(), state)
     assert module.training and all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+class _Doubled(PoM):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class _Renamed(PoM):
+    """A subclass that changes nothing."""
+
+
+def _patched() -> PoM:
+    layer = PoM(8, 2, 2)
+    layer.forward = lambda x: x  # type: ignore[method-assign,assignment,misc]
+    return layer
+
+
+def _hooked() -> PoM:
+    layer = PoM(8, 2, 2)
+    layer.register_forward_hook(lambda _module, _inputs, y: 3 * y)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(lambda: _Doubled(8, 2, 2), "overrides forward"), (_patched, "forward was replaced"), (_hooked, "forward hooks")],
+)
+def test_our_own_layer_made_to_compute_something_else_is_not_lowered(make: Callable[[], PoM], reason: str) -> None:
+    model = nn.Sequential(make(), PoM(8, 2, 2))
+    lowered, names = lower(model)
+    assert names == ["1"] and reason in unrecognised(model)["0"]
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(lowered(x), model.eval()(x), rtol=1e-4, atol=1e-6)
+    with pytest.raises(InputError, match=f"can be lowered .*{reason}"):
+        export_bundle(model[:1], example_inputs={"input": x}, out="never.pom")
+
+
+def test_a_subclass_that_changes_nothing_is_lowered() -> None:
+    assert lower(nn.Sequential(_Renamed(8, 2, 2)))[1] == ["0"]
+    parametrized = nn.utils.parametrizations.weight_norm(PoM(8, 2, 2).qc_proj)
+    layer = PoM(8, 2, 2)
+    layer.qc_proj = parametrized
+    assert lower(nn.Sequential(layer))[1] == ["0"]

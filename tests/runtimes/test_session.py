@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pom_edge
-from pom_edge.bundle import MANIFEST
+from pom_edge.bundle import MANIFEST, seal
 from pom_edge.errors import BundleError, InputError
 from pom_edge.runtimes import check_bundle, open_session
 from pom_edge.runtimes.onnxruntime_session import native_session
@@ -83,7 +83,7 @@ def test_an_artifact_the_runtime_cannot_load(tmp_path: Path) -> None:
     for entry in manifest["files"]:
         file = path / entry["path"]
         entry |= {"sha256": bundle_module.sha256_of(file), "bytes": file.stat().st_size}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_text(seal(manifest))
     with pytest.raises(BundleError, match=r"ONNX Runtime [\d.]+ cannot load parallel.fp32.onnx"):
         open_session(path)
 
@@ -123,6 +123,6 @@ def test_check_layers_of_a_good_artifact(path: Path) -> None:
 
 def test_a_bundle_without_golden_data_is_not_passed(path: Path) -> None:
     content = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(content | {"golden": []}))
+    (path / MANIFEST).write_text(seal(content | {"golden": []}))
     with pytest.raises(BundleError, match="no golden data"):
         check_bundle(path)

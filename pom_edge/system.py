@@ -1,0 +1,29 @@
+"""Facts about this machine's memory, without any dependency."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+__all__ = ["memory_bytes"]
+
+
+def memory_bytes() -> tuple[int, int] | None:
+    """Total and available bytes of memory: the machine's, or those of the container where it has less. None: unknown."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return total, available
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file outside Linux, and "max" means no limit
+        return None
