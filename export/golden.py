@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from pom_edge.bundle import GoldenCase, sampled_rows, take_rows
 from pom_edge.errors import InputError
-from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs
+from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, plan_inputs
 from pom_edge.export.reference import Arrays, TorchSession
+from pom_edge.generated import Recipe, generate
 from pom_edge.runtimes.parity import compare
 
 MAX_GOLDEN_BYTES = 16 << 20
+MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 MAX_REAL_SAMPLES = 64
 REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
-__all__ = ["Case", "golden_cases", "record"]
+__all__ = ["Case", "golden_cases", "record", "store"]
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Case:
         kind: ``"real"`` for samples the checkpoint carried, else ``"random"``.
         description: shapes in words.
         inputs: by tensor name.
+        recipes: how random inputs were made.
         outputs: PyTorch's answers, by output name.
         taps: PyTorch's value of every mixer's output, by module path.
     """
@@ -41,6 +45,7 @@ class Case:
     kind: str
     description: str
     inputs: Arrays
+    recipes: dict[str, Recipe] = field(default_factory=dict)
     outputs: Arrays = field(default_factory=dict)
     taps: Arrays = field(default_factory=dict)
 
@@ -68,8 +73,9 @@ def golden_cases(
         real = {name: tensor[:rows].numpy() for name, tensor in samples.items()}
         cases.append(Case("samples", "real", _describe(real), real))
     for seed, (name, sizes) in enumerate(_sizes(example, axes, batch, tokens)):
-        inputs = {key: tensor.numpy() for key, tensor in make_inputs(example, axes, sizes, seed).items()}
-        cases.append(Case(name, "random", _describe(inputs), inputs))
+        recipes = plan_inputs(example, axes, sizes, seed)
+        inputs = {key: generate(recipe) for key, recipe in recipes.items()}
+        cases.append(Case(name, "random", _describe(inputs), inputs, recipes))
     return cases
 
 
@@ -110,7 +116,6 @@ def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[s
     """
     kept: list[Case] = []
     notes: list[str] = []
-    total = 0
     for case in cases:
         try:
             case.outputs, case.taps = session.run(case.inputs)
@@ -128,12 +133,48 @@ def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[s
             )
         if not kept:
             _check_repeatable(case, session)
-        total += case.nbytes
-        if total > MAX_GOLDEN_BYTES and kept:
-            notes.append(f"{case.name} ({case.description}) left out: golden data is limited to 16 MiB")
-            continue
         kept.append(case)
     return kept, notes
+
+
+def store(cases: list[Case]) -> tuple[dict[str, np.ndarray], list[GoldenCase]]:
+    """What of the cases travels in the bundle, at most :data:`MAX_GOLDEN_BYTES` or little more.
+
+    The smallest cases are kept whole, their layer outputs too while those are small. Of a longer one the random inputs are kept
+    as recipes, and of its outputs some rows.
+
+    Returns:
+        Arrays by key, and the manifest's entries.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    entries = []
+    total = tap_bytes = 0
+    for case in sorted(cases, key=lambda c: c.nbytes):
+        total += case.nbytes
+        tap_bytes += sum(tap.nbytes for tap in case.taps.values())
+        whole = total <= MAX_GOLDEN_BYTES
+        rows = {} if whole else {name: sampled_rows(output.shape) for name, output in case.outputs.items()}
+        groups = {
+            "in": {name: array for name, array in case.inputs.items() if whole or name not in case.recipes},
+            "out": {name: take_rows(output, rows.get(name)) for name, output in case.outputs.items()},
+            "tap": case.taps if tap_bytes <= MAX_TAP_BYTES else {},
+        }
+        keys = {kind: {name: f"{case.name}.{kind}.{name}" for name in group} for kind, group in groups.items()}
+        for kind, group in groups.items():
+            arrays |= {keys[kind][name]: array for name, array in group.items()}
+        entries.append(
+            GoldenCase(
+                name=case.name,
+                kind="real" if case.kind == "real" else "random",
+                description=case.description,
+                inputs=keys["in"],
+                generated={} if whole else case.recipes,
+                outputs=keys["out"],
+                rows=rows,
+                taps=keys["tap"],
+            )
+        )
+    return arrays, entries
 
 
 def _check_repeatable(case: Case, session: TorchSession) -> None:

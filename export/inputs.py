@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pom_edge.errors import InputError
+from pom_edge.generated import Recipe, generate, recipe_like
 from pom_edge.system import memory_bytes
 
 BATCH, TOKENS, CONTEXT = "batch", "tokens", "context_tokens"
@@ -21,7 +22,18 @@ MAX_LENGTH = 2**31 - 1
 
 Axes = dict[str, list[int | str]]  # input name -> for each dimension a number or the name of a free axis
 
-__all__ = ["BATCH", "CONTEXT", "TOKENS", "Axes", "Extent", "axis_sizes", "check_example", "make_inputs", "plan_axes"]
+__all__ = [
+    "BATCH",
+    "CONTEXT",
+    "TOKENS",
+    "Axes",
+    "Extent",
+    "axis_sizes",
+    "check_example",
+    "make_inputs",
+    "plan_axes",
+    "plan_inputs",
+]
 
 
 @dataclass(frozen=True)
@@ -131,25 +143,29 @@ def axis_sizes(inputs: dict[str, Tensor], axes: Axes) -> dict[str, int]:
     return sizes
 
 
-def make_inputs(example: dict[str, Tensor], axes: Axes, sizes: dict[str, int], seed: int) -> dict[str, Tensor]:
-    """Random inputs like the example, of other lengths.
-
-    Floats are normal with the example's mean and spread, token ids uniform between its extremes, masks 0/1 (or the
-    example's kind of weights) that admit at least one token in each row, positions count upwards.
+def plan_inputs(example: dict[str, Tensor], axes: Axes, sizes: dict[str, int], seed: int) -> dict[str, Recipe]:
+    """Recipes for random inputs like the example, of other lengths (see :mod:`pom_edge.generated`).
 
     Args:
         example: one tensor for each input.
         axes: as planned.
         sizes: length of each free axis.
         seed: fixes the values.
+
+    Raises:
+        InputError: inputs that this machine has no memory for.
     """
-    generator = torch.Generator().manual_seed(seed)
-    made: dict[str, Tensor] = {}
+    recipes = {}
     for name, dims in axes.items():
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
         _check_room(name, shape, example[name])
-        made[name] = _random_like(name, example[name], shape, generator)
-    return made
+        recipes[name] = recipe_like(name, example[name].detach().numpy(), shape, seed)
+    return recipes
+
+
+def make_inputs(example: dict[str, Tensor], axes: Axes, sizes: dict[str, int], seed: int) -> dict[str, Tensor]:
+    """What :func:`plan_inputs` plans, as tensors."""
+    return {name: torch.from_numpy(generate(recipe)) for name, recipe in plan_inputs(example, axes, sizes, seed).items()}
 
 
 def _check_room(name: str, shape: list[int], example: Tensor) -> None:
@@ -164,31 +180,3 @@ def _check_room(name: str, shape: list[int], example: Tensor) -> None:
             f"input {name!r} of shape {tuple(shape)} takes {needed / 2**30:.1f} GiB, and this machine has "
             f"{memory[1] / 2**30:.1f} GiB available; ask for fewer --tokens or a smaller --batch"
         )
-
-
-def _random_like(name: str, example: Tensor, shape: list[int], generator: torch.Generator) -> Tensor:
-    if "positions" in name:
-        return _positions_like(example, shape)
-    if "mask" in name:
-        mask = (torch.rand(shape, generator=generator) < 0.7).to(torch.float32)
-        mask[..., 0] = 1.0
-        if example.is_floating_point() and not ((example == 0) | (example == 1)).all():
-            mask = mask * torch.rand(shape, generator=generator).clamp(min=0.1)
-        return mask.to(example.dtype)
-    if example.is_floating_point():
-        spread = float(example.float().std()) if example.numel() > 1 else 1.0
-        values = torch.randn(shape, generator=generator) * (spread or 1.0) + float(example.float().mean())
-        return values.to(example.dtype)
-    if example.dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    low, high = int(example.min()), int(example.max())
-    return torch.randint(low, high + 1, shape, generator=generator).to(example.dtype)
-
-
-def _positions_like(example: Tensor, shape: list[int]) -> Tensor:
-    """Rows and columns of a grid of the example's width (2-D), or 0, 1, 2, ... (1-D)."""
-    index = torch.arange(shape[0])
-    if len(shape) == 1:
-        return index.to(example.dtype)
-    width = int(example[:, 1].max()) + 1
-    return torch.stack((index // width, index % width), dim=-1).to(example.dtype)

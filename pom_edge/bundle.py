@@ -28,12 +28,14 @@ from safetensors.numpy import save_file
 
 from pom_edge.errors import BundleError
 from pom_edge.exchange import recover, replaced_folder, writing_errors
+from pom_edge.generated import Recipe, generate
 
 MANIFEST = "manifest.json"
 GOLDEN = "golden.safetensors"
 FORMAT: Final = "pom-edge-bundle"
 VERSION = 1
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
+SAMPLED_ROWS = 64
 _UNSEALED = "0" * 64
 _DIGEST = re.compile(r'\n  "digest": "([0-9a-f]{64})"')  # of the manifest itself: two spaces deep
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
@@ -120,8 +122,29 @@ class GoldenCase(_Model):
     kind: Literal["real", "random"]
     description: str
     inputs: dict[str, str]
+    generated: dict[str, Recipe] = Field(default_factory=dict)  # inputs too long to be stored
     outputs: dict[str, str]
+    rows: dict[str, list[int]] = Field(default_factory=dict)  # of outputs too long to be stored whole, see take_rows()
     taps: dict[str, str] = Field(default_factory=dict)
+
+    def sampled(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The rows of a run's outputs that were recorded; all of them for most cases."""
+        return {name: take_rows(output, self.rows.get(name)) for name, output in outputs.items()}
+
+
+def sampled_rows(shape: tuple[int, ...]) -> list[int]:
+    """Which rows of a long output are kept: the first, the last, and evenly between."""
+    length = shape[_row_axis(len(shape))] if shape else 0
+    return sorted({round(i * (length - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)}) if length else []
+
+
+def take_rows(output: np.ndarray, rows: list[int] | None) -> np.ndarray:
+    """Those rows of an output (tokens of (B, N, d), lines of images, else samples of the batch); None takes all."""
+    return output if rows is None or not output.ndim else np.take(output, rows, axis=_row_axis(output.ndim))
+
+
+def _row_axis(rank: int) -> int:
+    return 0 if rank < 3 else rank - 2
 
 
 class Manifest(_Model):
@@ -196,7 +219,8 @@ class Bundle:
             BundleError: the golden file does not hold what the manifest says.
         """
         for case in self.manifest.golden:
-            yield case, self._golden(case.inputs), self._golden(case.outputs)
+            made = {name: generate(recipe) for name, recipe in case.generated.items()}
+            yield case, {**self._golden(case.inputs), **made}, self._golden(case.outputs)
 
     def taps(self, case: GoldenCase) -> dict[str, np.ndarray]:
         """PyTorch's value of every mixer's output in this case, by module path; empty where none was kept."""

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 TARGETS = ("onnx",)
 PRECISIONS = ("fp32",)
 FORMS = ("parallel",)
-MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
@@ -237,7 +236,7 @@ def export_bundle(
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The steps after reading; see the module's docstring."""
-    from pom_edge.export.golden import golden_cases, record
+    from pom_edge.export.golden import golden_cases, record, store
     from pom_edge.export.inputs import BATCH, TOKENS, Extent, check_example, plan_axes
     from pom_edge.export.lint import GraphContext, lint
     from pom_edge.export.reference import TorchSession
@@ -268,7 +267,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         step("compare with PyTorch")
         parity = hold_gates(folder / file, graph, cases, reference, lowered, gate_db)
         artifact = _artifact(graph, file, files, batch, tokens, parity, notes)
-        golden, entries = _golden(cases)
+        golden, entries = store(cases)
         fields = {
             "name": out.stem,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -456,23 +455,6 @@ def _missed(stage: str, missed: dict[str, Metrics], gate_db: float, outputs: lis
     )
     what = {"lowered": "the lowered PyTorch model", "onnx": "the ONNX graph in ONNX Runtime"}[stage]
     return f"{what} is not the model: {listed}; the gate is {gate_db:g} dB. First stage that differs: {stage}"
-
-
-def _golden(cases: list[Case]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Arrays by key, and the manifest's entries; layer outputs only while they are small."""
-    arrays: dict[str, np.ndarray] = {}
-    entries = []
-    tap_bytes = 0
-    for case in sorted(cases, key=lambda c: c.nbytes):
-        tap_bytes += sum(tap.nbytes for tap in case.taps.values())
-        kept = case.taps if tap_bytes <= MAX_TAP_BYTES else {}
-        groups = {"in": case.inputs, "out": case.outputs, "tap": kept}
-        keys = {kind: {name: f"{case.name}.{kind}.{name}" for name in group} for kind, group in groups.items()}
-        for kind, group in groups.items():
-            arrays |= {keys[kind][name]: array for name, array in group.items()}
-        entry = {"name": case.name, "kind": case.kind, "description": case.description}
-        entries.append({**entry, "inputs": keys["in"], "outputs": keys["out"], "taps": keys["tap"]})
-    return arrays, entries
 
 
 def _artifact(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pom_edge.errors import InputError
-from pom_edge.export.golden import MAX_GOLDEN_BYTES, golden_cases, record
+from pom_edge.export.golden import MAX_GOLDEN_BYTES, golden_cases, record, store
 from pom_edge.export.inputs import Extent, plan_axes
 from pom_edge.export.reference import TorchSession
+from pom_edge.generated import generate
 
 FREE = Extent()
 EXAMPLE = {"x": torch.randn(2, 24, 8)}
@@ -51,6 +55,32 @@ def test_a_size_the_model_refuses_is_left_out_and_said() -> None:
     kept, notes = record(golden_cases(EXAMPLE, AXES, FREE, FREE), TorchSession(_AtMost(100)))
     assert [case.name for case in kept] == ["example", "short", "odd"]
     assert notes == ["long (x 2x257x8) left out: the model refuses it (ValueError: too long: 257)"]
+
+
+def test_long_cases_travel_as_recipes_and_rows() -> None:
+    tokens = Extent.parse("60000", "--tokens")
+    axes = plan_axes(EXAMPLE, FREE, tokens)
+    kept, notes = record(
+        golden_cases({"x": torch.randn(1, 24, 64)}, axes | {"x": ["batch", 60000, 64]}, FREE, tokens), _Twice()
+    )
+    arrays, entries = store(kept)
+    assert sum(array.nbytes for array in arrays.values()) < MAX_GOLDEN_BYTES and not notes
+    entry = entries[0]
+    case = next(case for case in kept if case.name == entry.name)
+    assert entry.generated and not entry.inputs and entry.rows["y"][0] == 0 and entry.rows["y"][-1] == 59_999
+    again = generate(entry.generated["x"])
+    np.testing.assert_array_equal(again, case.inputs["x"])
+    found = entry.sampled({"y": 2 * again})["y"]
+    np.testing.assert_array_equal(found, arrays[entry.outputs["y"]])
+    assert found.shape == (len(again), 64, 64)
+
+
+class _Twice(TorchSession):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def run(self, inputs: dict[str, np.ndarray], zeroed: str | None = None) -> Any:
+        return {"y": 2 * inputs["x"]}, {}
 
 
 def test_an_example_the_model_refuses_is_an_error() -> None:
