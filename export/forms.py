@@ -1,20 +1,162 @@
-"""What is traced for each form. This release has one: parallel, x -> y."""
+"""What is traced for each form, and what its answers are compared with.
+
+parallel    x -> y
+recurrent   (chunk, state) -> (y, next state)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pom_edge.errors import InputError
+from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs, plan_axes
+from pom_edge.export.lowering import lower
+from pom_edge.export.recurrent import NEXT, STATE, make_recurrent
+from pom_edge.export.reference import Arrays, FrameSession, RaggedSession, Reference, TorchSession, named_outputs
 from pom_edge.mixer import CumulativePoM, PoM
+from pom_edge.runtimes.stepping import NO_AXIS, run_chunks
 
-LayerMask = Literal["none", "padding", "causal"]
-LAYER_MASKS: tuple[LayerMask, ...] = ("none", "padding", "causal")
+FRAME_TOKENS = 6  # of the recorded frames
+LayerMask = Literal["none", "padding", "causal", "frames"]
+LAYER_MASKS: tuple[LayerMask, ...] = ("none", "padding", "causal", "frames")
 EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 24
 
-__all__ = ["LAYER_MASKS", "LayerMask", "LayerModel", "layer_example", "layer_mask"]
+__all__ = ["LAYER_MASKS", "LayerMask", "LayerModel", "Plan", "layer_example", "layer_mask", "parallel", "program", "recurrent"]
+
+
+@dataclass
+class Plan:
+    """A model in one form, ready to be traced.
+
+    Attributes:
+        form: its name.
+        model: lowered; takes its inputs by name.
+        mixers: module paths of the original's mixers.
+        example: inputs to trace with, free axes at least 2 long.
+        axes: of these inputs.
+        reference: what the answers are compared with.
+        token_axes: recurrent: token axis of each input and output, -1 for an output without one.
+        frame: recurrent: tokens of a frame in the recorded cases; 0 for causal models.
+        ragged: recurrent: an input says which tokens are real.
+    """
+
+    form: str
+    model: nn.Module
+    mixers: list[str]
+    example: dict[str, Tensor]
+    axes: Axes
+    reference: Reference
+    token_axes: dict[str, int] = field(default_factory=dict)
+    frame: int = 0
+    ragged: bool = False
+    inside: str = ""  # module path of the original within ``model``
+
+    def named(self, values: Arrays) -> Arrays:
+        """Values by the module paths of the original."""
+        return {name.removeprefix(self.inside): value for name, value in values.items()}
+
+    def through(self, execute: Callable[[Arrays], Mapping[str, np.ndarray]], inputs: Arrays, chunks: list[int]) -> Arrays:
+        """Outputs and mixers of a whole case, however this form runs it."""
+        if self.form != "recurrent":
+            return dict(execute(inputs))
+        batch = inputs[next(iter(self.axes))].shape[0]
+        shapes = {name: [batch if dim == BATCH else dim for dim in dims] for name, dims in self.axes.items()}
+        state = {
+            name: np.zeros([int(n) for n in shape], np.int64 if name == f"{STATE}count" else np.float32)
+            for name, shape in shapes.items()
+            if name.startswith(STATE)
+        }
+        found = run_chunks(execute, inputs, self.token_axes, chunks, state)
+        if self.ragged:  # mixers answer for padded tokens too; nobody looks at them
+            outside = {name for name in found if name not in self.token_axes}
+            mask = inputs["mask"][..., None]
+            found |= {name: found[name] * mask for name in outside}
+        return found
+
+
+def parallel(model: nn.Module, example: dict[str, Tensor], batch: Extent, tokens: Extent) -> Plan:
+    """x -> y."""
+    axes = plan_axes(example, batch, tokens)
+    lowered, mixers = lower(model)
+    return Plan("parallel", lowered, mixers, _traceable(example, axes, batch, tokens), axes, TorchSession(model, mixers))
+
+
+def recurrent(
+    model: nn.Module, example: dict[str, Tensor], batch: Extent, tokens: Extent, frames: bool = False, ragged: bool = False
+) -> Plan:
+    """(chunk, state) -> (y, next state).
+
+    Args:
+        model: whose mixers are causal, or with ``frames`` see all tokens of a chunk.
+        example: inputs of the model.
+        batch, tokens: extents; ``tokens`` of a chunk.
+        frames, ragged: see :func:`pom_edge.export.recurrent.make_recurrent`.
+
+    Raises:
+        InputError: the model's tokens interact in another way.
+    """
+    example = dict(example)
+    if ragged:
+        if "mask" in example:
+            raise InputError("the model has an input 'mask' of its own; leave out --mask padding, which would add another")
+        first = next(iter(example.values()))
+        example["mask"] = torch.ones(first.shape[:2])
+    free = plan_axes(example, Extent(), Extent())
+    token_axes = {name: dims.index(TOKENS) for name, dims in free.items() if TOKENS in dims}
+    input_axes = dict(token_axes)
+    if not token_axes:
+        raise InputError("no input has a token axis (batch, tokens, ..); a model that takes whole images has no recurrent form")
+    stepped, mixers = make_recurrent(model, frames, ragged)
+    axes = plan_axes(example, batch, tokens)
+    traced = _traceable(example, axes, batch, tokens)
+    with torch.no_grad():
+        outputs = named_outputs(stepped(**traced))
+    rows = {name: axis_sizes(traced, free)[TOKENS] for name in outputs}
+    for name, value in outputs.items():
+        if name.startswith(NEXT):
+            state = STATE + name.removeprefix(NEXT)
+            batch_dim = next(dims[0] for dims in axes.values())
+            traced[state] = torch.zeros_like(value)
+            axes[state] = [batch_dim, *value.shape[1:]]
+        else:
+            token_axes[name] = 1 if value.ndim >= 2 and value.shape[1] == rows[name] else NO_AXIS
+    reference: Reference = TorchSession(model, mixers)
+    if frames:
+        reference = FrameSession(model, mixers, FRAME_TOKENS, input_axes)
+    elif ragged:
+        reference = RaggedSession(model, mixers)
+    return Plan(
+        "recurrent",
+        stepped,
+        mixers,
+        traced,
+        axes,
+        reference,
+        token_axes,
+        frame=FRAME_TOKENS if frames else 0,
+        ragged=ragged,
+        inside="model.",
+    )
+
+
+def program(module: nn.Module, example: dict[str, Tensor], batch: Extent, tokens: Extent) -> Plan:
+    """An ExportedProgram, as it is: no mixers are known."""
+    return Plan("parallel", module, [], example, plan_axes(example, batch, tokens), TorchSession(module))
+
+
+def _traceable(example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent) -> dict[str, Tensor]:
+    """Inputs within the extents whose free axes are at least 2 long: torch.export bakes in lengths of 0 and 1."""
+    sizes = {axis: max(length, 2) for axis, length in axis_sizes(example, axes).items()}
+    for axis, extent in ((BATCH, batch), (TOKENS, tokens)):
+        if axis in sizes:
+            sizes[axis] = max(extent.minimum, 2, min(sizes[axis], extent.maximum or sizes[axis]))
+    return make_inputs(example, axes, sizes, seed=0)
 
 
 class LayerModel(nn.Module):
@@ -56,11 +198,11 @@ def layer_mask(text: str) -> LayerMask:
     raise InputError(f"--mask is {text!r}; expected one of {', '.join(LAYER_MASKS)}")
 
 
-def layer_example(layer: PoM | CumulativePoM, mask: LayerMask, seed: int = 0) -> dict[str, Tensor]:
-    """Random inputs for a bare layer: x, the padding mask if asked for, a grid of positions for 2-D rotary."""
+def layer_example(layer: PoM | CumulativePoM, padded: bool, seed: int = 0) -> dict[str, Tensor]:
+    """Random inputs for a bare layer: x, a padding mask if asked for, a grid of positions for 2-D rotary."""
     generator = torch.Generator().manual_seed(seed)
     inputs = {"x": torch.randn(EXAMPLE_BATCH, EXAMPLE_TOKENS, layer.dim, generator=generator)}
-    if mask == "padding":
+    if padded:
         lengths = torch.tensor([EXAMPLE_TOKENS, EXAMPLE_TOKENS // 2])
         inputs["mask"] = (torch.arange(EXAMPLE_TOKENS) < lengths.unsqueeze(-1)).float()
     if layer.rotary == "2d":

@@ -15,16 +15,17 @@ from torch import Tensor
 from pom_edge.bundle import GoldenCase, sampled_rows, take_rows
 from pom_edge.errors import InputError
 from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, plan_inputs
-from pom_edge.export.reference import Arrays, TorchSession
+from pom_edge.export.reference import Arrays, Reference
 from pom_edge.generated import Recipe, generate
 from pom_edge.runtimes.parity import compare
 
 MAX_GOLDEN_BYTES = 16 << 20
 MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 MAX_REAL_SAMPLES = 64
+MAX_STREAMS = 4  # real samples in the recurrent form
 REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
-__all__ = ["Case", "golden_cases", "record", "store"]
+__all__ = ["Case", "golden_cases", "record", "store", "stream_cases"]
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Case:
         recipes: how random inputs were made.
         outputs: PyTorch's answers, by output name.
         taps: PyTorch's value of every mixer's output, by module path.
+        chunks: recurrent form: how the sequence is cut.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Case:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     outputs: Arrays = field(default_factory=dict)
     taps: Arrays = field(default_factory=dict)
+    chunks: list[int] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +82,58 @@ def golden_cases(
     return cases
 
 
+def stream_cases(
+    example: dict[str, Tensor],
+    axes: Axes,
+    tokens: Extent,
+    samples: dict[str, Tensor] | None = None,
+    frame: int = 0,
+    ragged: bool = False,
+) -> list[Case]:
+    """Sequences, and how a recurrent graph is to be fed with them: whole, token by token, unevenly, long.
+
+    Args:
+        example: one tensor for each input of the model.
+        axes: of the sequences; their token axis is free.
+        tokens: extent of a chunk.
+        samples: real inputs from the checkpoint.
+        frame: every chunk is as long as this (the last may be shorter); 0 for causal models.
+        ragged: rows of different lengths, with a mask.
+    """
+    wanted = {"whole": (2, [24]), "single": (1, [1] * 6), "uneven": (3, [3, 1, 7, 2, 12]), "long": (2, [64, 1, 100, 7, 85])}
+    base = axis_sizes(example, axes)
+    cases = []
+    if samples and set(samples) == set(example) and not ragged:
+        real = {name: tensor[:MAX_STREAMS].numpy() for name, tensor in samples.items()}
+        length = next(array.shape[1] for array in real.values())
+        cases.append(Case("samples", "real", _describe(real), real, chunks=_cut(length, [length // 2 or 1], tokens, frame)))
+    for seed, (name, (rows, lengths)) in enumerate(wanted.items()):
+        chunks = _cut(sum(lengths), lengths, tokens, frame)
+        sizes = {axis: {BATCH: rows, TOKENS: sum(chunks)}.get(axis, length) for axis, length in base.items()}
+        recipes = plan_inputs(example, axes, sizes, seed)
+        inputs = {key: generate(recipe) for key, recipe in recipes.items()}
+        if ragged:
+            del recipes["mask"]
+            real_tokens = sum(chunks) - np.arange(inputs["mask"].shape[0]) * sum(chunks) // 4
+            inputs["mask"] = (np.arange(sum(chunks)) < real_tokens[:, None]).astype(np.float32)
+        cases.append(Case(name, "random", _describe(inputs), inputs, recipes, chunks=chunks))
+    return [
+        case
+        for i, case in enumerate(cases)
+        if (case.chunks, case.description) not in [(c.chunks, c.description) for c in cases[:i]]
+    ]
+
+
+def _cut(total: int, lengths: list[int], tokens: Extent, frame: int) -> list[int]:
+    """Chunks of about these lengths that the graph takes; the total may change where it must."""
+    if frame:
+        return [frame] * (total // frame) + ([total % frame] if total % frame else [])
+    if tokens.fixed:
+        return [tokens.minimum] * max(1, round(total / tokens.minimum))
+    lengths = [*lengths, total - sum(lengths)] if total > sum(lengths) else lengths
+    return [min(max(length, tokens.minimum), tokens.maximum or length) for length in lengths]
+
+
 def _sizes(example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent) -> Iterator[tuple[str, dict[str, int]]]:
     base = axis_sizes(example, axes)
     wanted = {
@@ -105,7 +160,7 @@ def _other_length(axis: str, base: int, length: int) -> int:
     return base if axis in (BATCH, TOKENS) else length + 3
 
 
-def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[str]]:
+def record(cases: list[Case], session: Reference) -> tuple[list[Case], list[str]]:
     """Run every case through PyTorch and keep its answers.
 
     Returns:
@@ -121,7 +176,7 @@ def record(cases: list[Case], session: TorchSession) -> tuple[list[Case], list[s
             case.outputs, case.taps = session.run(case.inputs)
         except Exception as error:  # a user's model: anything may come
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if case.name in ("example", "samples"):
+            if case.name in ("example", "whole", "samples"):
                 raise InputError(f"the model does not accept the inputs {case.description}: {reason}") from error
             notes.append(f"{case.name} ({case.description}) left out: the model refuses it ({reason})")
             continue
@@ -172,12 +227,13 @@ def store(cases: list[Case]) -> tuple[dict[str, np.ndarray], list[GoldenCase]]:
                 outputs=keys["out"],
                 rows=rows,
                 taps=keys["tap"],
+                chunks=case.chunks,
             )
         )
     return arrays, entries
 
 
-def _check_repeatable(case: Case, session: TorchSession) -> None:
+def _check_repeatable(case: Case, session: Reference) -> None:
     """The same inputs once more: an answer that differs is none to compare with.
 
     Raises:

@@ -163,7 +163,10 @@ def no_square_tensor(context: GraphContext) -> Iterator[Finding]:
     for node in _square_nodes(context):
         if _inside(str(node.name), context.graph.mixers):
             yield Finding(
-                "square-tensor", str(node.name), f"{node.op_type} makes a tokens x tokens tensor, or one of unknown size"
+                "square-tensor",
+                str(node.name),
+                f"{node.op_type} makes a tokens x tokens tensor, or one of unknown size. Causal mixing needs none: "
+                "causal=True, with a padding mask where there is one",
             )
 
 
@@ -171,7 +174,8 @@ def linear_cost(context: GraphContext) -> Iterator[Finding]:
     """Operations and bytes grow by at most 4.2 from N to 4 N tokens, for models whose only token mixing is PoM."""
     sizes = _sizes(context.model, GROWTH_TOKENS)
     if TOKENS not in sizes or not context.graph.mixers:
-        context.notes.append("linear-cost: not applied, the graph has no free token axis")
+        what = "the graph has no free token axis" if TOKENS not in sizes else "no mixer of the graph is known"
+        context.notes.append(f"linear-cost: not applied, {what}")
         return
     outside = [node for node in _square_nodes(context) if not _inside(str(node.name), context.graph.mixers)]
     if outside or any(value.name == "mask" and len(value.shape or ()) == 3 for value in context.model.graph.inputs):

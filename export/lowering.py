@@ -8,19 +8,21 @@ token after the other (77 dB) and takes a quarter more time.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pom_edge.errors import InputError
-from pom_edge.mixer import CumulativePoM, Mask, PoM, divide_or_zero, horner
+from pom_edge.mixer import CumulativePoM, Mask, Mixer, PoM, divide_or_zero, horner
 from pom_edge.recognise import is_ours, is_published, to_pom
 from pom_edge.rotary import frequencies, rotate
 
 RUNNING_BLOCK = 32  # tokens in a block of the running sum: 2 * 32 operations an element, against 2 d for the projection
+Turn = tuple[Tensor, Tensor]  # cosine and sine, (N, blocks, q) or (B, N, blocks, q)
 TABLE_ROWS = 256  # rows of one rotary table; a position is read as digits of this base
-DIGITS = 3
+DIGITS = 4
 
 __all__ = [
     "LoweredCumulativePoM",
@@ -32,6 +34,7 @@ __all__ = [
     "lower",
     "mean_over_tokens",
     "project_channels",
+    "replace_mixers",
     "running_sum",
 ]
 
@@ -139,10 +142,10 @@ def channel_readout(s: Tensor, h: Tensor, weight: Tensor) -> Tensor:
 class RotaryTables(nn.Module):
     """Cosine and sine of any position from small float64-made tables.
 
-        p = p_0 + 256 p_1 + 65536 p_2;   cos(p theta), sin(p theta) by adding the angles of the three digits
+        p = p_0 + 256 p_1 + 256^2 p_2 + 256^3 p_3;   cos(p theta), sin(p theta) by adding the angles of the four digits
 
     A table for each digit keeps the graph in FP32 and exact to rounding (FP32 angles lose 40 dB by position 10,000), and
-    reaches 16.7 million positions; one beyond that is an index error at run time.
+    reaches 4.29 billion positions; one beyond that is an index error at run time.
     """
 
     cos: Tensor
@@ -152,12 +155,15 @@ class RotaryTables(nn.Module):
         super().__init__()
         place = torch.tensor([float(TABLE_ROWS**i) for i in range(DIGITS)], dtype=torch.float64)
         rows = torch.arange(TABLE_ROWS, dtype=torch.float64)
-        angles = place[:, None, None] * rows[:, None] * theta  # (3, 256, q)
+        angles = place[:, None, None] * rows[:, None] * theta  # (4, 256, q)
         self.register_buffer("cos", angles.cos().float())
         self.register_buffer("sin", angles.sin().float())
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 (..., blocks) -> cos, sin (..., blocks, q)."""
+    def forward(self, positions: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+        """positions int64 (..., blocks), which may be negative where ``signed`` -> cos, sin (..., blocks, q)."""
+        if signed:  # cos(-a) = cos a, sin(-a) = -sin a; as digits a negative position would be another one
+            cos, sin = self(positions.abs(), signed=False)
+            return cos, sin * positions.sign().to(sin.dtype).unsqueeze(-1)
         digit = positions % TABLE_ROWS
         cos, sin = F.embedding(digit, self.cos[0]), F.embedding(digit, self.sin[0])
         for place in range(1, DIGITS):
@@ -171,15 +177,85 @@ class RotaryTables(nn.Module):
 
 
 def rotate_channels(f: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the channel pairs of f (B, C, N) by the angles of cos, sin (N, blocks, q), C = 2 blocks q."""
+    """Turn the channel pairs of f (B, C, N) by the angles of cos, sin (N, blocks, q) or (B, N, blocks, q), C = 2 blocks q."""
     blocks, q = cos.shape[-2:]
-    cos, sin = cos.permute(1, 2, 0), sin.permute(1, 2, 0)  # (blocks, q, N)
+    cos, sin = cos.movedim(-3, -1), sin.movedim(-3, -1)  # (.., blocks, q, N)
     first, second = f.unflatten(1, (blocks, 2, q)).unbind(2)  # each (B, blocks, q, N)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2).flatten(1, 3)
 
 
-class LoweredPoM(nn.Module):
-    """A PoM rewritten for inference: same function, same arguments, fewer and cheaper operations.
+class LoweredMixer(nn.Module):
+    """A mixer rewritten for inference: same function, same arguments, fewer and cheaper operations.
+
+    A subclass gives the features and the gated readout; how features are summed over tokens is decided here, and elsewhere
+    for the other forms (:mod:`pom_edge.export.recurrent`).
+
+    Args:
+        mixer: the trained layer.
+    """
+
+    ag_bias: Tensor | None
+
+    def __init__(self, mixer: Mixer) -> None:
+        super().__init__()
+        self.hidden = mixer.hidden
+
+    def features(self, context: Tensor, turn: Turn | None) -> Tensor:
+        """(B, N, d) -> (B, hidden, N)."""
+        raise NotImplementedError
+
+    def readout(self, x: Tensor, turn: Turn | None, h: Tensor, pooled: bool) -> Tensor:
+        """Gate h (B, hidden, 1 or T) by the selection of x and project: (B, T, d). ``pooled``: h is one for all tokens."""
+        raise NotImplementedError
+
+    def angles(self, positions: Tensor | None, tokens: Tensor, nonnegative: bool = False) -> Turn | None:  # noqa: ARG002
+        """Cosine and sine of the positions (default 0, 1, 2, ..), which are known not to be negative; None without rotary."""
+        if positions is not None:
+            raise InputError("positions were given, but this mixer has no rotary positions")
+        return None
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Mask = None,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """As :meth:`pom_edge.mixer.Mixer.forward`."""
+        if isinstance(mask, str):
+            mask, causal = None, True
+        source = x if context is None else context
+        turn = self.angles(positions, x)
+        source_turn = turn if context is None and context_positions is None else self.angles(context_positions, source)
+        f = self.features(source, source_turn)
+        if mask is not None and mask.ndim == 3:
+            h = mean_per_query(f, mask)
+        elif causal:
+            h = causal_mean(f, mask)
+        else:
+            h = mean_over_tokens(f, mask)
+        return self.biased(self.readout(x, turn, h, pooled=not causal and (mask is None or mask.ndim == 2)))
+
+    def step(self, *_: object, **__: object) -> None:
+        """Refused: the graph keeps the state itself.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "the model calls step() of its mixer and keeps the state; export one that calls the mixer itself, with --form "
+            "recurrent"
+        )
+
+    def biased(self, y: Tensor) -> Tensor:
+        """y plus the readout's bias, where there is one."""
+        return y if self.ag_bias is None else y + self.ag_bias
+
+
+class LoweredPoM(LoweredMixer):
+    """A PoM rewritten for inference.
 
     Args:
         mixer: the trained layer; its weights are shared, not copied.
@@ -192,10 +268,9 @@ class LoweredPoM(nn.Module):
     po_bias: Tensor | None
     coefficients: Tensor
     ag_weight: Tensor
-    ag_bias: Tensor | None
 
     def __init__(self, mixer: PoM, tables: RotaryTables | None = None) -> None:
-        super().__init__()
+        super().__init__(mixer)
         self.source = [mixer]  # in a list: settings are read from it, but it is no submodule and exports nothing
         self.tables = tables
         heads = mixer.n_sel_heads if mixer.n_sel_heads > 1 else 1
@@ -214,39 +289,12 @@ class LoweredPoM(nn.Module):
         """The layer this one was made from."""
         return self.source[0]
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        mask: Mask = None,
-        positions: Tensor | None = None,
-        context_positions: Tensor | None = None,
-        causal: bool = False,
-    ) -> Tensor:
-        """As :meth:`pom_edge.mixer.PoM.forward`."""
-        if isinstance(mask, str):
-            mask, causal = None, True
-        source = x if context is None else context
-        turn = self._angles(positions, x)
-        source_turn = turn if context is None and context_positions is None else self._angles(context_positions, source)
-        f = self.features(source, source_turn)  # (B, D, N)
-        if mask is not None and mask.ndim == 3:
-            h = mean_per_query(f, mask)
-        elif causal:
-            h = causal_mean(f, mask)
-        else:
-            h = mean_over_tokens(f, mask)
-        y = self.readout(x, turn, h, pooled=not causal and (mask is None or mask.ndim == 2))
-        return y if self.ag_bias is None else y + self.ag_bias
-
-    def features(self, context: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        """(B, N, d) -> (B, D, N)."""
+    def features(self, context: Tensor, turn: Turn | None) -> Tensor:
         p = project_channels(context, self.po_weight, self.po_bias, self.mixer.n_groups)
         f = horner(self.mixer.activation(p), self.coefficients.unbind(0), self.mixer.first_power)
         return f if turn is None else rotate_channels(f, *turn)
 
-    def readout(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, h: Tensor, pooled: bool) -> Tensor:
-        """Gate h (B, D, 1 or T) by the selection of x and project: (B, T, d)."""
+    def readout(self, x: Tensor, turn: Turn | None, h: Tensor, pooled: bool) -> Tensor:
         gate = F.hardsigmoid if self.mixer.gate == "hardsigmoid" else torch.sigmoid
         if self.mixer.n_sel_heads <= 1:
             s = gate(project_channels(x, self.se_weight, self.se_bias))  # (B, D, T)
@@ -258,16 +306,18 @@ class LoweredPoM(nn.Module):
             return collapsed_readout(s, h, self.ag_weight)
         return headed_readout(s, h, self.ag_weight.flatten(0, 1))
 
-    def _angles(self, positions: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    def angles(self, positions: Tensor | None, tokens: Tensor, nonnegative: bool = False) -> Turn | None:
         if self.tables is None:
-            return None
-        if positions is None:
-            if self.mixer.rotary == "2d":
-                raise InputError("2-D rotary positions are needed: give an example input 'positions' of shape (tokens, 2)")
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.tables(positions.unsqueeze(-1) if positions.ndim == 1 else positions)  # type: ignore[no-any-return]
+            return super().angles(positions, tokens, nonnegative)
+        if positions is not None:
+            positions = positions.unsqueeze(-1) if positions.ndim == 1 else positions
+            return self.tables(positions, signed=not nonnegative)  # type: ignore[no-any-return]
+        if self.mixer.rotary == "2d":
+            raise InputError("2-D rotary positions are needed: give an example input 'positions' of shape (tokens, 2)")
+        counted = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(-1)
+        return self.tables(counted, signed=False)  # type: ignore[no-any-return]
 
-    def _gate_angles(self, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _gate_angles(self, turn: Turn) -> Turn:
         """The gate of H heads uses a strided choice of the same columns (see rotary.gate_frequencies)."""
         width = self.mixer.hidden // self.mixer.n_sel_heads
         stride = width // 2 if self.mixer.rotary == "1d" else width
@@ -275,47 +325,31 @@ class LoweredPoM(nn.Module):
         return turn[0][..., ::stride][..., :count], turn[1][..., ::stride][..., :count]
 
 
-class LoweredCumulativePoM(nn.Module):
+class LoweredCumulativePoM(LoweredMixer):
     """A CumulativePoM (2025-02 layout) rewritten channels-major; per-channel gates leave nothing to collapse."""
 
     def __init__(self, mixer: CumulativePoM) -> None:
-        super().__init__()
-        self.source = [mixer]
+        super().__init__(mixer)
+        self.degree = mixer.degree
         self.po_proj, self.se_proj, self.ag_proj = mixer.po_proj, mixer.se_proj, mixer.ag_proj
+        self.ag_bias = mixer.ag_proj.bias
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        mask: Mask = None,
-        positions: Tensor | None = None,
-        context_positions: Tensor | None = None,
-        causal: bool = False,
-    ) -> Tensor:
-        """As :meth:`pom_edge.mixer.Mixer.forward`."""
-        if positions is not None or context_positions is not None:
-            raise InputError("positions were given, but this mixer has no rotary positions")
-        if isinstance(mask, str):
-            mask, causal = None, True
-        source = x if context is None else context
-        branches = F.gelu(project_channels(source, self.po_proj.weight, self.po_proj.bias))
+    def features(self, context: Tensor, turn: Turn | None) -> Tensor:  # noqa: ARG002  # the base's signature
+        branches = F.gelu(project_channels(context, self.po_proj.weight, self.po_proj.bias))
         products: list[Tensor] = []
-        for branch in branches.chunk(self.source[0].degree, dim=1):
+        for branch in branches.chunk(self.degree, dim=1):
             products.append(branch * products[-1] if products else branch)
-        f = torch.cat(products, dim=1)  # (B, k D, N)
-        if mask is not None and mask.ndim == 3:
-            h = mean_per_query(f, mask)
-        else:
-            h = causal_mean(f, mask) if causal else mean_over_tokens(f, mask)
+        return torch.cat(products, dim=1)
+
+    def readout(self, x: Tensor, turn: Turn | None, h: Tensor, pooled: bool) -> Tensor:  # noqa: ARG002
         s = torch.sigmoid(project_channels(x, self.se_proj.weight, self.se_proj.bias))
-        y = channel_readout(s, h, self.ag_proj.weight.t())
-        return y if self.ag_proj.bias is None else y + self.ag_proj.bias
+        return channel_readout(s, h, self.ag_proj.weight.t())
 
 
 class PublishedAdapter(nn.Module):
     """Gives a lowered mixer the published forward arguments, so that the model around it need not change."""
 
-    def __init__(self, lowered: LoweredPoM) -> None:
+    def __init__(self, lowered: nn.Module) -> None:
         super().__init__()
         self.lowered = lowered
 
@@ -336,41 +370,55 @@ class PublishedAdapter(nn.Module):
         return self.lowered(xq, context, mask, positions, ctx_positions)  # type: ignore[no-any-return]
 
 
-def lower(model: nn.Module) -> tuple[nn.Module, list[str]]:
+def lower(model: nn.Module, form: Callable[[LoweredMixer], nn.Module] | None = None) -> tuple[nn.Module, list[str]]:
     """Replace every PoM of a model, ours or the published class, by its lowered form.
 
     Args:
         model: any module; left unchanged.
+        form: turns each lowered mixer into that of another form; None keeps it (parallel).
 
     Returns:
         A lowered copy in eval mode, and the module paths of its mixers in order. ``""`` is the model itself.
     """
     shared: dict[tuple[int, str, float], RotaryTables] = {}
-    lowered = copy.deepcopy(model).eval().requires_grad_(False)
-    names = [name for name, module in lowered.named_modules() if _lowerable(module)]
-    for name in names:
-        replacement = _lower_one(lowered.get_submodule(name), shared)
-        if name == "":
-            return replacement, names
-        parent, _, child = name.rpartition(".")
-        setattr(lowered.get_submodule(parent), child, replacement)
-    return lowered, names
+
+    def make(mixer: Mixer) -> nn.Module:
+        lowered: LoweredMixer
+        if isinstance(mixer, PoM):
+            lowered = LoweredPoM(mixer, _tables(mixer, shared))
+        else:
+            assert isinstance(mixer, CumulativePoM)
+            lowered = LoweredCumulativePoM(mixer)
+        return lowered if form is None else form(lowered)
+
+    return replace_mixers(model, make)
 
 
-def _lowerable(module: nn.Module) -> bool:
-    return is_ours(module) or is_published(module)
+def replace_mixers(model: nn.Module, make: Callable[[Mixer], nn.Module]) -> tuple[nn.Module, list[str]]:
+    """Put something else of the same arguments in the place of every mixer, ours or the published class.
+
+    Returns:
+        A changed copy in eval mode, and the module paths of the mixers in order. ``""`` is the model itself.
+    """
+    changed = copy.deepcopy(model).eval().requires_grad_(False)
+    places: dict[nn.Module, list[str]] = {}  # a mixer may have several names: a shared layer
+    for name, module in changed.named_modules(remove_duplicate=False):
+        if module in places or is_ours(module) or is_published(module):
+            places.setdefault(module, []).append(name)
+    for module, names in places.items():
+        made = (make(module) if isinstance(module, Mixer) else PublishedAdapter(make(to_pom(module)))).eval()
+        if names == [""]:
+            return made, names
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            setattr(changed.get_submodule(parent), child, made)
+    return changed, [names[0] for names in places.values()]
 
 
-def _lower_one(module: nn.Module, shared: dict[tuple[int, str, float], RotaryTables]) -> nn.Module:
-    if isinstance(module, CumulativePoM):
-        return LoweredCumulativePoM(module).eval()
-    mixer = module if isinstance(module, PoM) else to_pom(module)
-    tables = None
-    if mixer.rotary is not None:
-        key = (mixer.hidden, mixer.rotary, mixer.rotary_base)
-        if key not in shared:
-            theta = frequencies(mixer.hidden, mixer.rotary, mixer.rotary_base)
-            shared[key] = RotaryTables(theta)
-        tables = shared[key]
-    lowered = LoweredPoM(mixer, tables).eval()
-    return lowered if module is mixer else PublishedAdapter(lowered).eval()
+def _tables(mixer: PoM, shared: dict[tuple[int, str, float], RotaryTables]) -> RotaryTables | None:
+    if mixer.rotary is None:
+        return None
+    key = (mixer.hidden, mixer.rotary, mixer.rotary_base)
+    if key not in shared:
+        shared[key] = RotaryTables(frequencies(mixer.hidden, mixer.rotary, mixer.rotary_base))
+    return shared[key]

@@ -88,6 +88,7 @@ def export_graph(
     inputs: dict[str, Tensor],
     axes: Axes,
     extents: Mapping[str, Extent] | None = None,
+    inside: str = "",
 ) -> Graph:
     """Trace a lowered model and turn it into ONNX.
 
@@ -96,6 +97,7 @@ def export_graph(
         mixers: module paths to tap.
         inputs: example inputs; free axes at least 2 long (torch.export bakes in 0 and 1).
         axes: free axes by name.
+        inside: where in ``model`` the original is ("model."): its paths name mixers and nodes.
         extents: upper bounds of free axes, for models that limit their length (a table of positions).
 
     Returns:
@@ -104,14 +106,26 @@ def export_graph(
     Raises:
         InputError: the model cannot be traced, with torch's reason and what can be done.
     """
-    boundary = _Boundary(model, [name for name in mixers if name])
-    bounds = {axis: extent.maximum for axis, extent in (extents or {}).items()}
+    boundary = _Boundary(model, [inside + name for name in mixers if name])
     names_of_axes = {dim for shape in axes.values() for dim in shape if isinstance(dim, str)}
-    dims = {axis: torch.export.Dim(axis, max=bounds.get(axis)) for axis in sorted(names_of_axes)}
+    dims = {}
+    for axis in sorted(names_of_axes):
+        extent = (extents or {}).get(axis, Extent())
+        dims[axis] = torch.export.Dim(axis, min=extent.minimum if extent.minimum > 1 else None, max=extent.maximum)
     dynamic = {name: {i: dims[dim] for i, dim in enumerate(s) if isinstance(dim, str)} for name, s in axes.items()}
     try:
-        with _quiet(), torch.no_grad():
+        with torch.no_grad():
             names, tap_names = (list(tensors) for tensors in boundary.run(inputs))
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's model can raise
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+        raise InputError(f"the model does not accept its example inputs, {shapes}: {_first_lines(error, 2)}") from error
+    taken = sorted(set(names) & set(inputs))
+    if taken:
+        raise InputError(f"output {', '.join(taken)} of the model has the name of an input; a graph needs other names")
+    try:
+        with _quiet(), torch.no_grad():
             program = torch.export.export(
                 boundary,
                 (inputs,),
@@ -127,10 +141,10 @@ def export_graph(
         raise InputError(_untraceable(error, axes)) from error
     graph = _to_onnx(program, list(inputs), [*names, *tap_names])
     _name_axes(graph, axes)
-    taps = dict(zip(tap_names, graph.graph.outputs[len(names) :], strict=True))
+    taps = dict(zip([name.removeprefix(inside) for name in tap_names], graph.graph.outputs[len(names) :], strict=True))
     del graph.graph.outputs[len(names) :]
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-    return _tidy(Graph(graph, names, taps, norms, mixers), prefix="model")
+    norms = [name.removeprefix(inside) for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    return _tidy(Graph(graph, names, taps, norms, mixers), prefix=f"model.{inside}".rstrip("."))
 
 
 def export_program(program: torch.export.ExportedProgram, input_names: list[str]) -> Graph:
@@ -268,12 +282,24 @@ def check_file(path: Path) -> None:
     onnx.checker.check_model(str(path), full_check=True)
 
 
+def table_rows(value: ir.Value) -> tuple[int, int] | None:
+    """The values that a graph input may have which is looked up in tables, as token ids are; None for any other value."""
+    rows = [
+        node.inputs[0].const_value.shape.numpy()[node.attributes.get_int("axis", 0)]
+        for node, index in value.uses()
+        if node.op_type == "Gather" and index == 1 and node.inputs[0] is not None and node.inputs[0].const_value is not None
+    ]
+    return (0, min(int(row) for row in rows) - 1) if rows else None
+
+
 def _untraceable(error: Exception, axes: Axes) -> str:
     """torch's reason, or in our words the one that users meet: an axis that the model does not leave free."""
     if "data-dependent" in str(error):
         return (
             "the model decides by the values of its tensors (if, while, .item(), a boolean index), which no static graph can "
-            f"follow: use torch.where or a fixed choice instead. torch says: {_first_lines(error, 1)}"
+            "follow: use torch.where or a fixed choice instead (nn.Transformer layers with a causal mask: pass "
+            "is_causal=True). "
+            f"torch says: {_first_lines(error, 1)}"
         )
     pinned = re.search(r"Constraints violated \(([\w, ]+)\)", str(error))
     if pinned is None:

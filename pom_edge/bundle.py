@@ -72,6 +72,7 @@ class TensorSpec(_Model):
     dtype: str
     shape: list[int | str]
     bounds: dict[str, tuple[int, int | None]] = Field(default_factory=dict)
+    values: tuple[int, int] | None = None  # of indices into a table: runtimes take -1 for its last row, and say nothing
 
     @field_validator("dtype")
     @classmethod
@@ -104,6 +105,9 @@ class Artifact(_Model):
     ir_version: int | None = None
     census: dict[str, float] = Field(default_factory=dict)
     mixers: dict[str, str] = Field(default_factory=dict)
+    token_axes: dict[str, int] = Field(default_factory=dict)  # recurrent: of inputs and outputs; -1: no row for each token
+    frames: bool = False  # recurrent: a chunk is a frame, whose tokens see all of it
+    ragged: bool = False  # recurrent: an input "mask" says which tokens of a chunk are real
     notes: list[str] = Field(default_factory=list)
     verified: str
     parity: dict[str, Any] | None = None
@@ -126,6 +130,7 @@ class GoldenCase(_Model):
     outputs: dict[str, str]
     rows: dict[str, list[int]] = Field(default_factory=dict)  # of outputs too long to be stored whole, see take_rows()
     taps: dict[str, str] = Field(default_factory=dict)
+    chunks: list[int] = Field(default_factory=list)  # recurrent: how the sequence is cut
 
     def sampled(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The rows of a run's outputs that were recorded; all of them for most cases."""
@@ -195,7 +200,9 @@ class Bundle:
             manifest = _parse(text, path)
             cls._verify_files(path, manifest)
         except BundleError as error:
-            raise error if intact else BundleError(f"{error}. ({edited})") from error
+            if intact:
+                raise
+            raise BundleError(f"{error}. ({edited})") from error
         if not intact:
             raise BundleError(edited)
         return cls(path, manifest)
@@ -221,6 +228,10 @@ class Bundle:
         for case in self.manifest.golden:
             made = {name: generate(recipe) for name, recipe in case.generated.items()}
             yield case, {**self._golden(case.inputs), **made}, self._golden(case.outputs)
+
+    def sha256(self, file: str) -> str:
+        """The hash of one of the bundle's files."""
+        return next(entry.sha256 for entry in self.manifest.files if entry.path == file)
 
     def taps(self, case: GoldenCase) -> dict[str, np.ndarray]:
         """PyTorch's value of every mixer's output in this case, by module path; empty where none was kept."""
@@ -388,7 +399,7 @@ def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, 
         golden: arrays by key.
     """
     with writing_errors(folder):
-        save_file({key: np.ascontiguousarray(array) for key, array in golden.items()}, folder / GOLDEN)
+        save_file({key: np.array(array, order="C") for key, array in golden.items()}, folder / GOLDEN)
         files = [
             FileEntry(path=path.relative_to(folder).as_posix(), sha256=sha256_of(path), bytes=path.stat().st_size)
             for path in sorted(folder.rglob("*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -46,6 +47,8 @@ def _reported(command: F) -> F:
             sys.stdout.flush()  # here, where a full disk or a closed pipe can still be answered
             return result
         except PomError as error:
+            if _was_interrupted(error):  # torch turns a Ctrl-C while it traces into an error of its own
+                _fail("interrupted; nothing was changed", 130, kwargs.get("as_json", False))
             _fail(str(error), error.exit_code, kwargs.get("as_json", False))
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of a pipe went away (`pom-edge info ... | head`)
@@ -62,6 +65,14 @@ def _reported(command: F) -> F:
             _fail("interrupted; nothing was changed", 130, kwargs.get("as_json", False))
 
     return run  # type: ignore[return-value]
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(link, KeyboardInterrupt) or "KeyboardInterrupt" in str(link) for link in chain)
 
 
 def _to_stdout(error: OSError) -> bool:
@@ -149,7 +160,8 @@ def export_command(
         snr_db=snr,
         overwrite=overwrite,
     )
-    with Progress(quiet=as_json) as progress:
+    # what a factory or a library prints does not belong into the JSON
+    with Progress(quiet=as_json) as progress, contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         report = export_file(model, options, out=out, progress=progress.step)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
@@ -205,6 +217,8 @@ def run(
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             print(f"warning: input {name!r} contains NaN or infinity", file=sys.stderr)
     with open_session(bundle, runtime=runtime, artifact=artifact, threads=threads) as session:
+        if input_file.suffix == ".npy":  # its array has no name
+            inputs = {session.inputs[0].name: inputs["x"]}
         start = time.perf_counter()
         outputs = session.run_named(inputs)
         seconds = time.perf_counter() - start

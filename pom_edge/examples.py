@@ -22,7 +22,7 @@ from pom_edge.errors import InputError
 _WIDENED = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float32}
 _INTEGERS = (torch.int8, torch.int16, torch.int32)  # uint8 stays: an image in bytes is not a token id
 
-__all__ = ["call_named", "import_callable", "import_path", "load_example"]
+__all__ = ["call_named", "import_callable", "import_path", "load_example", "named_inputs"]
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def call_named(spec: str, option: str) -> Any:
     with import_path(*_import_folders(spec.rpartition(":")[0])):
         try:
             return function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"{option}: {spec} raised {type(error).__name__}: {error}{_where(error)}") from error
 
 
@@ -109,19 +109,34 @@ def load_example(spec: str) -> dict[str, Tensor]:
             f"--example {spec} gave {_describe(found)}; expected a mapping of input name to tensor, for example "
             '{"x": torch.randn(2, 16, 64)}'
         )
-    return {str(name): _as_input(str(name), value, spec) for name, value in found.items()}
+    return named_inputs(found, f"--example {spec}")
 
 
-def _as_input(name: str, value: Any, spec: str) -> Tensor:
+def named_inputs(found: Mapping[Any, Any], source: str) -> dict[str, Tensor]:
+    """Tensors, arrays and numbers as the types that graph inputs have, see :func:`load_example`.
+
+    Args:
+        found: by input name.
+        source: for messages.
+
+    Raises:
+        InputError: something else, or NaN or Inf.
+    """
+    return {str(name): _as_input(str(name), value, source) for name, value in found.items()}
+
+
+def _as_input(name: str, value: Any, source: str) -> Tensor:
+    if isinstance(value, (bool, int, float)):
+        value = torch.tensor(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = torch.from_numpy(np.array(value, order="C"))
     if not isinstance(value, Tensor):
-        raise InputError(f"--example {spec}: input {name!r} is {_describe(value)}; expected a tensor or a numeric array")
+        raise InputError(f"{source}: input {name!r} is {_describe(value)}; expected a tensor or a numeric array")
     tensor = value.detach().to("cpu")
     if tensor.is_floating_point():
         bad = int((~torch.isfinite(tensor.float())).sum())
         if bad:
-            raise InputError(f"--example {spec}: input {name!r} holds {bad} NaN or Inf of {tensor.numel()} values")
+            raise InputError(f"{source}: input {name!r} holds {bad} NaN or Inf of {tensor.numel()} values")
     if tensor.dtype in _INTEGERS:
         return tensor.long()
     return tensor.to(_WIDENED.get(tensor.dtype, tensor.dtype))
@@ -148,7 +163,7 @@ def _import(module_name: str, option: str) -> ModuleType:
         raise InputError(f"{option}: {module_name} imports {error.name!r}, which is not installed") from error
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{option}: importing {module_name} raised {type(error).__name__}: {error}{_where(error)}") from error
 
 
@@ -193,5 +208,5 @@ def _where(error: BaseException) -> str:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "an empty mapping"
+        return "a dict" if value else "an empty mapping"
     return f"a {type(value).__name__}"

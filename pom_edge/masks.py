@@ -12,6 +12,8 @@ from torch import Tensor
 
 from pom_edge.errors import InputError
 
+IGNORED = -1e4  # exp() of it is 0 beside any score
+
 __all__ = ["admitted", "drop_tokens", "is_triangle", "rows_alike", "shared_by_heads", "tracing"]
 
 
@@ -24,7 +26,7 @@ def admitted(mask: Tensor, name: str, true_means: str) -> Tensor:
     """What a mask admits, bool.
 
     Args:
-        mask: bool; or additive: 0 admits, -inf (or the dtype's lowest value) does not.
+        mask: bool; or additive: 0 admits, -inf (or what stands for it: -10,000 and below) does not.
         name: for messages.
         true_means: ``"ignore"`` (nn.MultiheadAttention's bool masks) or ``"keep"`` (scaled_dot_product_attention's).
 
@@ -36,7 +38,7 @@ def admitted(mask: Tensor, name: str, true_means: str) -> Tensor:
     if not mask.is_floating_point():
         raise InputError(f"{name} is {mask.dtype}; expected bool, or an additive mask of 0 and -inf")
     keep = mask == 0
-    if not tracing() and not (keep | (mask <= torch.finfo(mask.dtype).min)).all():
+    if not tracing() and not (keep | (mask <= IGNORED)).all():
         raise InputError(
             f"{name} holds values other than 0 and -inf, found up to {float(mask.abs().max()):g}; a polynomial mixer has no "
             "attention scores that a bias could be added to: give 0 (keep), -inf (ignore), or a bool mask"

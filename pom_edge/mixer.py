@@ -156,7 +156,7 @@ class Mixer(nn.Module):
         shift = shift + state.mean_low
         h = (state.mean + shift).to(chunk.dtype)  # the state is FP32 even where the layer is not
         y = self.readout(self.selection(chunk, positions), h)
-        mean, mean_low = _two_sum(state.mean, shift[:, -1:])
+        mean, mean_low = two_sum(state.mean, shift[:, -1:])
         return y, PoMState(mean, mean_low, seen[:, -1])
 
     def readout(self, s: Tensor, h: Tensor) -> Tensor:
@@ -470,7 +470,7 @@ def running_sum(f: Tensor) -> Tensor:
     return total[:, :tokens]
 
 
-def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a + b = s + e exactly (Knuth's TwoSum): s is the rounded sum, e what rounding lost."""
     s = a + b
     shadow = s - a

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pom_edge.bundle import Artifact, TensorSpec, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.errors import GateError, InputError, require
+from pom_edge.errors import GateError, InputError, PomError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
-from pom_edge.runtimes.layers import run_tapped
+from pom_edge.runtimes.layers import open_tapped
 from pom_edge.runtimes.memory import measure_peak
 from pom_edge.runtimes.parity import (
     GATES_DB,
@@ -40,18 +40,20 @@ from pom_edge.runtimes.parity import (
     worst,
 )
 from pom_edge.runtimes.session import open_session
+from pom_edge.runtimes.stepping import Execute
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from pom_edge.export.forms import Plan
     from pom_edge.export.golden import Case
-    from pom_edge.export.inputs import Axes, Extent
+    from pom_edge.export.inputs import Extent
     from pom_edge.export.onnx_graph import Graph
     from pom_edge.subject import Subject
 
 TARGETS = ("onnx",)
 PRECISIONS = ("fp32",)
-FORMS = ("parallel",)
+FORMS = ("parallel", "recurrent")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
@@ -93,6 +95,8 @@ class ExportOptions:
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
+        if self.mask == "frames" and self.form != "recurrent":
+            raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
         if self.snr_db is not None and not GATES_DB["fp32"] <= self.snr_db <= MAX_SNR_DB:
             raise InputError(
                 f"--snr is {self.snr_db:g}; expected {GATES_DB['fp32']:g} to {MAX_SNR_DB:g} dB: the gate can only be raised"
@@ -214,6 +218,7 @@ def export_bundle(
         >>> report = pom_edge.export_bundle(model, example_inputs={"x": x}, out="model.pom")
     """
     load_torch()
+    _check_arguments(model, example_inputs)
     unknown = sorted(set(options) - set(ExportOptions.__dataclass_fields__) | set(options) & _ARGUMENTS.keys())
     if unknown:
         known = sorted(set(ExportOptions.__dataclass_fields__) - _ARGUMENTS.keys())
@@ -234,39 +239,56 @@ def export_bundle(
             module.training = training
 
 
+def _check_arguments(model: Any, example_inputs: Any) -> None:
+    """The mistakes that Python lets pass until deep inside.
+
+    Raises:
+        InputError: naming what was given.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        hint = "; a file is exported by pom-export, or loaded by pom_edge.load" if isinstance(model, (str, os.PathLike)) else ""
+        kind = f"the class {model.__name__}, not an instance" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InputError(f"export_bundle was given {kind}; expected a torch.nn.Module{hint}")
+    if example_inputs is not None and not isinstance(example_inputs, Mapping):
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}; expected a dict of tensors by the names of forward's "
+            "arguments, "
+            'for example {"x": x}'
+        )
+
+
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The steps after reading; see the module's docstring."""
-    from pom_edge.export.golden import golden_cases, record, store
-    from pom_edge.export.inputs import BATCH, TOKENS, Extent, check_example, plan_axes
+    from pom_edge.export.golden import record, store
+    from pom_edge.export.inputs import Extent, check_example
     from pom_edge.export.lint import GraphContext, lint
-    from pom_edge.export.reference import TorchSession
 
     start = time.perf_counter()
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     check_example(subject.example)
-    axes = plan_axes(subject.example, batch, tokens)
 
     step("trace and translate")
-    graph, mixers, lowered = _graph(subject, axes, {BATCH: batch, TOKENS: tokens})
+    plan = _plan(subject, options, batch, tokens)
+    graph = _graph(subject, plan, batch, tokens)
     step("lint")
-    context = GraphContext(graph)
-    notes = lint(context)
+    notes = lint(GraphContext(graph))
 
     step("record PyTorch's answers")
-    reference = TorchSession(subject.module, mixers)
-    cases, refused = record(golden_cases(subject.example, axes, batch, tokens, subject.samples), reference)
+    cases, refused = record(_cases(subject, plan, batch, tokens), plan.reference)
     notes += refused
 
     gate_db = options.snr_db or GATES_DB["fp32"]
     with write_bundle(out, options.overwrite) as folder:
-        file = "parallel.fp32.onnx"
+        file = f"{plan.form}.fp32{'.ragged' if plan.ragged else ''}.onnx"
         step("write the graph")
-        metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "form": "parallel", "precision": "fp32"}
-        config_hash = _hash({"model": subject.info, "mixers": mixers})
+        metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "form": plan.form, "precision": "fp32"}
+        config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
         files = _save(graph, folder / file, {**metadata, "config_hash": config_hash})
         step("compare with PyTorch")
-        parity = hold_gates(folder / file, graph, cases, reference, lowered, gate_db)
-        artifact = _artifact(graph, file, files, batch, tokens, parity, notes)
+        parity = hold_gates(folder / file, graph, cases, plan, gate_db)
+        artifact = _artifact(graph, plan, file, files, batch, tokens, parity, notes)
         golden, entries = store(cases)
         fields = {
             "name": out.stem,
@@ -286,7 +308,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         run_ms, run_inputs, memory = _check_bundle(folder, step)
     report = ArtifactReport(
         "onnx",
-        "parallel",
+        plan.form,
         "fp32",
         file,
         _bytes(out, files),
@@ -300,28 +322,53 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     return ExportReport(out, [report], warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
 
 
-def _graph(subject: Subject, axes: Axes, extents: dict[str, Extent]) -> tuple[Graph, list[str], nn.Module | None]:
-    """The ONNX graph, the module paths of its mixers, and the lowered module (None for an ExportedProgram)."""
-    from pom_edge.export.inputs import axis_sizes, make_inputs
-    from pom_edge.export.lowering import lower
-    from pom_edge.export.onnx_graph import export_graph, export_program
+def _plan(subject: Subject, options: ExportOptions, batch: Extent, tokens: Extent) -> Plan:
+    """The model in the form that was asked for.
+
+    Raises:
+        InputError: it has no such form, or no PoM layer.
+    """
+    from pom_edge.export import forms
     from pom_edge.recognise import unrecognised
 
     if subject.program is not None:
-        return export_program(subject.program, list(subject.example)), [], None
-    lowered, mixers = lower(subject.module)
-    if not mixers and (changed := unrecognised(subject.module)):
+        if options.form != "parallel":
+            raise InputError(f"a .pt2 is exported as it is, in the parallel form; --form {options.form} needs the model itself")
+        return forms.program(subject.module, subject.example, batch, tokens)
+    if options.form == "recurrent":
+        frames, ragged = options.mask == "frames", options.mask == "padding"
+        plan = forms.recurrent(subject.module, subject.example, batch, tokens, frames, ragged)
+    else:
+        plan = forms.parallel(subject.module, subject.example, batch, tokens)
+    if not plan.mixers and (changed := unrecognised(subject.module)):
         reasons = "; ".join(f"{path.removeprefix('layer') or 'it'}: {reason}" for path, reason in changed.items())
         raise InputError(f"the model contains no PoM layer that can be lowered ({reasons})")
-    if not mixers:
+    if not plan.mixers:
         raise InputError(
             f"{type(subject.module).__name__} contains no PoM layer; expected at least one (ours, or the published class). "
             "A model without PoM is exported by torch.onnx.export directly"
         )
-    # torch.export bakes in lengths of 0 and 1, so the traced lengths are at least 2
-    sizes = {axis: max(length, 2) for axis, length in axis_sizes(subject.example, axes).items()}
-    inputs = make_inputs(subject.example, axes, sizes, seed=0)
-    return export_graph(lowered, mixers, inputs, axes, extents), mixers, lowered
+    return plan
+
+
+def _graph(subject: Subject, plan: Plan, batch: Extent, tokens: Extent) -> Graph:
+    from pom_edge.export.inputs import BATCH, TOKENS
+    from pom_edge.export.onnx_graph import export_graph, export_program
+
+    if subject.program is not None:
+        return export_program(subject.program, list(subject.example))
+    return export_graph(plan.model, plan.mixers, plan.example, plan.axes, {BATCH: batch, TOKENS: tokens}, plan.inside)
+
+
+def _cases(subject: Subject, plan: Plan, batch: Extent, tokens: Extent) -> list[Case]:
+    from pom_edge.export.golden import golden_cases, stream_cases
+    from pom_edge.export.inputs import Extent, plan_axes
+
+    if plan.form != "recurrent":
+        return golden_cases(subject.example, plan.axes, batch, tokens, subject.samples)
+    example = {name: tensor for name, tensor in plan.example.items() if not name.startswith("state.")}
+    axes = plan_axes(example, batch, Extent())
+    return stream_cases(example, axes, tokens, subject.samples, plan.frame, plan.ragged)
 
 
 def _save(graph: Graph, path: Path, metadata: dict[str, str]) -> list[str]:
@@ -333,14 +380,7 @@ def _save(graph: Graph, path: Path, metadata: dict[str, str]) -> list[str]:
     return files
 
 
-def hold_gates(
-    path: Path,
-    graph: Graph,
-    cases: list[Case],
-    reference: Any,
-    lowered: nn.Module | None,
-    gate_db: float,
-) -> dict[str, Any]:
+def hold_gates(path: Path, graph: Graph, cases: list[Case], plan: Plan, gate_db: float) -> dict[str, Any]:
     """Compare every output and every mixer's own output with PyTorch, and prove that the comparison can fail.
 
     Returns:
@@ -352,11 +392,13 @@ def hold_gates(
     from pom_edge.export.reference import TorchSession
 
     values = {**{name: name for name in graph.outputs}, **{path: str(v.name) for path, v in graph.taps.items()}}
-    found = _run_stage(path, values, cases)
-    stages = {"onnx": _against(cases, found)}
-    if lowered is not None:
-        session = TorchSession(lowered, [name for name in graph.mixers if name])
-        stages = {"lowered": _against(cases, [_merged(session.run(case.inputs)) for case in cases]), **stages}
+    stages: dict[str, dict[str, Metrics]] = {}
+    if graph.mixers:
+        session = TorchSession(plan.model, [plan.inside + name for name in graph.mixers if name])
+        stages["lowered"] = _against(cases, plan, lambda inputs: plan.named(_merged(session.run(inputs))))
+    execute = open_tapped(path, values)
+    stages["onnx"] = _against_graph(cases, plan, execute)
+    outputs = list(cases[0].outputs)
     for stage, metrics in stages.items():
         missed = {name: m for name, m in metrics.items() if not m.passes(gate_db)}
         if missed and all(m.passes(GATES_DB["fp32"]) for m in missed.values()):
@@ -365,21 +407,23 @@ def hold_gates(
                 f"--snr {gate_db:g} asks for more than FP32 rounding leaves here: {lowest.snr_db:.1f} dB. The FP32 gate of "
                 f"{GATES_DB['fp32']:g} dB holds; give --snr {math.floor(lowest.snr_db)} or less"
             )
+        if missed and stage == "lowered" and plan.form != "parallel":
+            raise InputError(_other_interaction(plan.form, missed))
         if missed:
-            raise GateError(_missed(stage, missed, gate_db, graph.outputs))
-    vacuity = prove_gate(cases, reference, graph.mixers, gate_db)
-    outputs = worst([stages["onnx"][name] for name in graph.outputs])
-    layers = {name: m.snr_db for name, m in stages["onnx"].items() if name not in graph.outputs}
+            raise GateError(_missed(stage, missed, gate_db, outputs))
+    vacuity = prove_gate(cases, plan.reference, graph.mixers, gate_db)
+    found = worst([stages["onnx"][name] for name in outputs])
+    layers = {name: m.snr_db for name, m in stages["onnx"].items() if name not in outputs}
     name = min(layers, key=lambda key: layers[key]) if layers else None
     return {
-        "snr_db": round(outputs.snr_db, 2),
+        "snr_db": round(found.snr_db, 2),
         "gate_db": gate_db,
         "snr_db_eager": None,
         "worst_mixer": None if name is None else {"name": name, "snr_db": round(layers[name], 2)},
-        "cosine": outputs.cosine,
-        "max_rel": outputs.max_rel,
-        "nonfinite": outputs.nonfinite,
-        "top1": outputs.top1,
+        "cosine": found.cosine,
+        "max_rel": found.max_rel,
+        "nonfinite": found.nonfinite,
+        "top1": found.top1,
         "stages": {stage: round(worst(list(metrics.values())).snr_db, 2) for stage, metrics in stages.items()},
         "vacuity": [{"test": v.test, "caught": v.caught, "note": v.note} for v in vacuity],
         "passed": True,
@@ -396,15 +440,24 @@ def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: fl
     true = _merged((case.outputs, case.taps))
     results: list[Vacuity] = []
     for name in mixers:
-        taps = [true[key] for key in true if key.split("#")[0] == name] or list(case.outputs.values())
+        taps = [true[key] for key in true if key.split("#")[0] == name]
+        if name and not taps:
+            results.append(Vacuity(f"zeroed mixer {name}", None, "it does not run for these inputs"))
+            continue
+        taps = taps or list(case.outputs.values())
         if not any(np.any(tap) for tap in taps):
             results.append(Vacuity(f"zeroed mixer {name}", None, "its output is zero already"))
             continue
         dead = _merged(reference.run(case.inputs, zeroed=name))
         results.append(Vacuity(f"zeroed mixer {name}", not compare(true, dead, gate_db).passed))
-    for each in cases:
-        results += prove_not_vacuous(each.outputs, gate_db)
-    results = summarise(results)
+    of_outputs = [result for each in cases for result in prove_not_vacuous(each.outputs, gate_db)]
+    results = summarise([*results, *of_outputs])
+    if not any(result.caught for result in of_outputs):
+        raise GateError(
+            "PyTorch's own answers are zero, or the same for every token and sample, so no comparison could fail and none "
+            "proves "
+            "anything. Is the model trained, and does its output depend on its input?"
+        )
     missed = [result.test for result in results if result.caught is False]
     if missed:
         raise GateError(
@@ -414,9 +467,11 @@ def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: fl
     return results
 
 
-def _run_stage(path: Path, values: dict[str, str], cases: list[Case]) -> list[Arrays]:
+def _against_graph(cases: list[Case], plan: Plan, execute: Execute) -> dict[str, Metrics]:
     try:
-        return list(run_tapped(path, values, [case.inputs for case in cases]))
+        return _against(cases, plan, execute)
+    except PomError:
+        raise
     except Exception as error:  # onnxruntime's own exceptions: the graph does not run at one of the sizes
         tried = "; ".join(case.description for case in cases)
         raise GateError(
@@ -425,13 +480,23 @@ def _run_stage(path: Path, values: dict[str, str], cases: list[Case]) -> list[Ar
         ) from error
 
 
-def _against(cases: list[Case], found: list[Arrays]) -> dict[str, Metrics]:
+def _against(cases: list[Case], plan: Plan, execute: Execute) -> dict[str, Metrics]:
     """The worst figures of every value over all cases."""
     collected: dict[str, list[Metrics]] = {}
-    for case, values in zip(cases, found, strict=True):
+    for case in cases:
+        values = plan.through(execute, case.inputs, case.chunks)
         for name, expected in _merged((case.outputs, case.taps)).items():
             collected.setdefault(name, []).append(_measured(name, case, expected, values[name]))
     return {name: worst(metrics) for name, metrics in collected.items()}
+
+
+def _other_interaction(form: str, missed: dict[str, Metrics]) -> str:
+    name, metrics = next(iter(missed.items()))
+    return (
+        f"chunk by chunk the model computes something else ({name}: {metrics.snr_db:.1f} dB), so its tokens interact in "
+        "another way than through PoM: an attention, a convolution or a mean over tokens, or positions that it counts from 0. "
+        f"It has no {form} form; --form parallel exports it as it is"
+    )
 
 
 def _measured(name: str, case: Case, expected: np.ndarray, value: np.ndarray) -> Metrics:
@@ -459,6 +524,7 @@ def _missed(stage: str, missed: dict[str, Metrics], gate_db: float, outputs: lis
 
 def _artifact(
     graph: Graph,
+    plan: Plan,
     file: str,
     files: list[str],
     batch: Extent,
@@ -467,17 +533,18 @@ def _artifact(
     notes: list[str],
 ) -> Artifact:
     from pom_edge.export.inputs import BATCH, TOKENS
+    from pom_edge.export.onnx_graph import table_rows
 
     bounds = {BATCH: batch, TOKENS: tokens}
 
     def spec(value: Any) -> TensorSpec:
         shape = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
         limits = {d: (bounds[d].minimum, bounds[d].maximum) for d in shape if d in bounds and bounds[d].maximum}
-        return TensorSpec(name=value.name, dtype=str(value.dtype.numpy()), shape=shape, bounds=limits)
+        return TensorSpec(name=value.name, dtype=str(value.dtype.numpy()), shape=shape, bounds=limits, values=table_rows(value))
 
     return Artifact(
         target="onnx",
-        form="parallel",
+        form=plan.form,
         precision="fp32",
         file=file,
         files=files,
@@ -487,6 +554,9 @@ def _artifact(
         ir_version=graph.model.ir_version,
         census=_census(graph),
         mixers={path: str(value.name) for path, value in graph.taps.items()},
+        token_axes=plan.token_axes,
+        frames=bool(plan.frame),
+        ragged=plan.ragged,
         notes=notes,
         verified="onnxruntime (CPU)",
         parity=parity,
@@ -512,7 +582,10 @@ def _check_bundle(folder: Path, step: Step) -> tuple[float, str, dict[str, int] 
     with open_session(folder) as session:
         report: CheckReport = check_session(session)
         if not report.passed:
-            raise GateError(f"the written bundle does not hold its gate: {report.to_dict()}")
+            failed = [f"{name} {m.snr_db:.1f} dB" for name, m in report.artifacts[0].outputs.items()]
+            raise GateError(
+                f"the written bundle does not hold its gate of {report.artifacts[0].gate_db:g} dB: {', '.join(failed)}"
+            )
         case, inputs, _ = max(session.bundle.cases(), key=lambda found: sum(array.nbytes for array in found[1].values()))
         start = time.perf_counter()
         session.run_named(inputs)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pom_edge.checkpoint import LoadedModel, load_checkpoint, load_example
+from pom_edge.checkpoint import LoadedModel, load_checkpoint
 from pom_edge.errors import InputError
+from pom_edge.examples import load_example, named_inputs
 from pom_edge.export.forms import LayerModel, layer_example, layer_mask
 from pom_edge.mixer import CumulativePoM, PoM
 from pom_edge.models import ModelConfig, example_inputs
@@ -93,8 +94,11 @@ def subject_from_model(model: nn.Module, options: ExportOptions) -> Subject:
 
 def _from_layer(layer: PoM | CumulativePoM, options: ExportOptions) -> Subject:
     mask = layer_mask(options.mask)
-    module = LayerModel(layer, mask).eval()
-    example = _example(options, module) or layer_example(layer, mask)
+    if options.form == "recurrent" and mask == "padding":  # a ragged stream is causal, and the form brings its mask
+        module, padded = LayerModel(layer, "causal").eval(), False
+    else:
+        module, padded = LayerModel(layer, mask).eval(), mask == "padding"
+    example = _example(options, module) or layer_example(layer, padded)
     if "mask" in example:
         example["mask"] = example["mask"].float()  # weights, as every session hands them over
     settings = {"dim": layer.dim, "degree": layer.degree, "expand": layer.expand, "bias": layer.bias}
@@ -108,7 +112,7 @@ def _from_layer(layer: PoM | CumulativePoM, options: ExportOptions) -> Subject:
 def _from_module(
     model: nn.Module, config: ModelConfig | None, options: ExportOptions, samples: Mapping[str, Tensor]
 ) -> Subject:
-    if options.mask != "none":
+    if options.mask != "none" and not (options.form == "recurrent" and options.mask in ("padding", "frames")):
         raise InputError("--mask is for the bare published layers; a whole model says itself how its mixers are masked")
     example = _example(options, model)
     if not example and config is not None:
@@ -158,7 +162,7 @@ def _example(options: ExportOptions, module: nn.Module | None) -> dict[str, Tens
     given = options.example
     if given is None:
         return {}
-    inputs = load_example(given) if isinstance(given, str) else {k: torch.as_tensor(v) for k, v in given.items()}
+    inputs = load_example(given) if isinstance(given, str) else named_inputs(given, "example_inputs")
     return inputs if module is None else _by_signature(inputs, module)
 
 

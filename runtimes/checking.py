@@ -11,6 +11,7 @@ from pom_edge.errors import BundleError
 from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, open_session
+from pom_edge.runtimes.stepping import run_case
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
 
@@ -84,7 +85,8 @@ def check_session(session: Session, layers: bool = False) -> CheckReport:
     check = ArtifactCheck(session.artifact.file, session.runtime, session.artifact.precision, gate_db)
     found: dict[str, list[Metrics]] = {}
     for case, inputs, reference in session.bundle.cases():
-        comparison = compare(reference, case.sampled(session.run_named(inputs)), gate_db)
+        outputs = run_case(session.execute, session.artifact, case, inputs)
+        comparison = compare(reference, case.sampled(outputs), gate_db)
         for name, metrics in comparison.values.items():
             found.setdefault(name, []).append(metrics)
         check.cases.append(case.name)

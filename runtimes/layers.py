@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +11,20 @@ from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError, require
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import Metrics, measure, worst
+from pom_edge.runtimes.stepping import is_state, run_case
 
-__all__ = ["first_divergence", "run_tapped"]
+__all__ = ["first_divergence", "open_tapped"]
 
 
-def run_tapped(path: Path, taps: dict[str, str], inputs: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-    """Run an ONNX file with further outputs.
+def open_tapped(path: Path, taps: dict[str, str]) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """An ONNX file with further outputs, ready to run.
 
     Args:
         path: the ``.onnx`` file.
-        taps: module path -> name of the value inside the graph.
-        inputs: sets of inputs.
+        taps: the names that are wanted (module paths, outputs) -> the values inside the graph.
 
     Returns:
-        For each set, the tapped values by module path.
+        A function of inputs by name that returns the wanted values by name.
     """
     onnx = require("onnx", "export")
     model = onnx.load(str(path), load_external_data=False)
@@ -32,7 +33,7 @@ def run_tapped(path: Path, taps: dict[str, str], inputs: list[dict[str, np.ndarr
         if value not in known:
             model.graph.output.append(onnx.ValueInfoProto(name=value))
     native = native_session(model.SerializeToString(), weights_folder=path.parent)
-    return [dict(zip(taps, native.run(list(taps.values()), arrays), strict=True)) for arrays in inputs]
+    return lambda inputs: dict(zip(taps, native.run(list(taps.values()), inputs), strict=True))
 
 
 def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
@@ -42,12 +43,14 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
         InputError: the bundle recorded no layers.
         MissingExtraError: the onnx package is not installed.
     """
-    cases = [(inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps]
+    cases = [(case, inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps]
     if not cases or not artifact.mixers:
         raise InputError(f"{artifact.file} recorded no layers (a bare layer or a .pt2 program has none inside)")
     found: dict[str, list[Metrics]] = {name: [] for name in artifact.mixers}
-    values = run_tapped(bundle.path / artifact.file, artifact.mixers, [inputs for inputs, _ in cases])
-    for (_, reference), value in zip(cases, values, strict=True):
+    states = {spec.name: spec.name for spec in artifact.outputs if is_state(spec.name)}
+    execute = open_tapped(bundle.path / artifact.file, artifact.mixers | states)
+    for case, inputs, reference in cases:
+        value = run_case(execute, artifact, case, inputs)
         for name in artifact.mixers:
             found[name].append(measure(reference[name], value[name]))
     return {name: worst(metrics) for name, metrics in found.items()}

@@ -67,7 +67,7 @@ class OnnxRuntimeSession(Session):
     def _execute(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if self._native is None:
             raise InputError("this session is closed; open another one")
-        names = [spec.name for spec in self.outputs]
+        names = [spec.name for spec in self.artifact.outputs]
         try:
             return dict(zip(names, self._native.run(names, inputs), strict=True))
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,11 +13,14 @@ import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle, TensorSpec
 from pom_edge.errors import InputError
+from pom_edge.runtimes.stepping import COUNT, empty_state, is_state, load_state, next_state, run_chunks, save_state
 
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
 
 RUNTIMES = ("ort",)
+BATCH, TOKENS = "batch", "tokens"  # the names of free axes
+MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
 __all__ = ["RUNTIMES", "Session", "open_session"]
 
@@ -25,16 +28,20 @@ __all__ = ["RUNTIMES", "Session", "open_session"]
 class Session(ABC):
     """An opened artifact. Use as a context manager, or call :meth:`close`.
 
+    An artifact of the recurrent form remembers: :meth:`step` and :meth:`stream` go on from what they have seen, until
+    :meth:`reset`.
+
     Attributes:
         bundle, artifact: what is running.
-        inputs, outputs: tensor specs; free axes are names.
+        inputs, outputs: tensor specs; free axes are names. State is not among them.
     """
 
     def __init__(self, bundle: Bundle, artifact: Artifact) -> None:
         self.bundle = bundle
         self.artifact = artifact
-        self.inputs: list[TensorSpec] = artifact.inputs
-        self.outputs: list[TensorSpec] = artifact.outputs
+        self.inputs: list[TensorSpec] = [spec for spec in artifact.inputs if not is_state(spec.name)]
+        self.outputs: list[TensorSpec] = [spec for spec in artifact.outputs if not is_state(spec.name)]
+        self._state: dict[str, np.ndarray] | None = None
 
     @property
     @abstractmethod
@@ -49,8 +56,13 @@ class Session(ABC):
     def close(self) -> None:
         """Give the runtime's memory back; the session cannot be used afterwards."""
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether the artifact carries state from chunk to chunk."""
+        return self.artifact.form == "recurrent"
+
     def run(self, x: np.ndarray | None = None, /, **inputs: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
-        """Run the artifact.
+        """Run the artifact. A recurrent one starts anew for this call; its stream is left where it is.
 
         Args:
             x: the first input, for models where it needs no name.
@@ -62,20 +74,74 @@ class Session(ABC):
         Raises:
             InputError: a name, dtype or shape does not fit; says what was found and expected.
         """
-        if isinstance(x, Mapping):
-            raise InputError(
-                "run() takes an array, or arrays by keyword: run(x, mask=mask), run(**inputs); or run_named(inputs)"
-            )
-        if x is not None and self.inputs[0].name in inputs:
-            raise InputError(f"input {self.inputs[0].name!r} is given twice, by position and by name; give it once")
-        if x is not None:
-            inputs = {self.inputs[0].name: x, **inputs}
-        outputs = self.run_named(inputs)
-        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+        return _only(self.run_named(self._named(x, inputs)))
 
     def run_named(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """As :meth:`run`, with names in and names out."""
-        return self._execute(self._validate(inputs))
+        if not self.recurrent:
+            return self.execute(inputs)
+        axes = self.artifact.token_axes
+        inputs = self._validate(self._with_mask(inputs), [_any_length(spec, axes.get(spec.name)) for spec in self.inputs])
+        length = next(inputs[name].shape[axis] for name, axis in axes.items() if name in inputs)
+        state = empty_state(self.artifact.inputs, self._batch(inputs))
+        return run_chunks(self.execute, inputs, axes, self._chunks(length), state)
+
+    def execute(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run the graph once, every one of its inputs and outputs by name, state included."""
+        return self._execute(self._validate(inputs, self.artifact.inputs))
+
+    def step(self, x: np.ndarray | None = None, /, **inputs: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
+        """The next chunk of the stream: recurrent form only; arguments, result and errors as :meth:`run`.
+
+        The number of sequences is that of the first chunk, until :meth:`reset`.
+        """
+        self._must_be_recurrent("step")
+        named = self._validate(self._with_mask(self._named(x, inputs)), self.inputs)
+        for name, array in named.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InputError(
+                    f"input {name!r} contains NaN or infinity, which the state would carry for ever; the stream is unchanged"
+                )
+        if self._state is None:
+            self._state = empty_state(self.artifact.inputs, self._batch(named))
+        outputs = self.execute({**named, **self._state})
+        self._state = next_state(outputs)
+        return _only({name: array for name, array in outputs.items() if not is_state(name)})
+
+    def stream(self, chunks: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> Iterator[np.ndarray | dict[str, np.ndarray]]:
+        """:meth:`step` for each chunk of an iterable: arrays, or inputs by name."""
+        self._must_be_recurrent("stream")
+        for chunk in chunks:
+            yield self.step(**chunk) if isinstance(chunk, Mapping) else self.step(chunk)
+
+    def reset(self) -> None:
+        """Forget the stream."""
+        self._state = None
+
+    @property
+    def tokens_seen(self) -> list[int]:
+        """How many tokens each sequence of the stream has had; empty before the first chunk."""
+        return [] if self._state is None else [int(count) for count in self._state[COUNT]]
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Write the stream's state to a ``.safetensors`` file, whole or not at all.
+
+        Raises:
+            InputError: nothing has been streamed, or the place cannot be written.
+        """
+        self._must_be_recurrent("save_state")
+        if self._state is None:
+            raise InputError("the stream has seen nothing yet: there is no state to save")
+        save_state(Path(path), self._state, self.artifact, self.bundle.sha256(self.artifact.file))
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            InputError: not a state, or that of another model or version; the stream is unchanged.
+        """
+        self._must_be_recurrent("load_state")
+        self._state = load_state(Path(path), self.artifact, self.bundle.sha256(self.artifact.file))
 
     def check(self) -> CheckReport:
         """Compare with the PyTorch answers that the bundle carries."""
@@ -89,19 +155,80 @@ class Session(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _validate(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        expected = {spec.name: spec for spec in self.inputs}
+    def _must_be_recurrent(self, what: str) -> None:
+        if not self.recurrent:
+            raise InputError(
+                f"{self.artifact.file} is of the {self.artifact.form} form, which keeps nothing between calls, so {what}() has "
+                "no meaning; export the model with --form recurrent"
+            )
+
+    def _named(self, x: np.ndarray | None, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if isinstance(x, Mapping):
+            raise InputError("expected arrays, by keyword where several: run(x, mask=mask); a dict goes to run_named(inputs)")
+        first = self.inputs[0].name
+        if x is not None and first in inputs:
+            raise InputError(f"input {first!r} is given twice, by position and by name; give it once")
+        return inputs if x is None else {first: x, **inputs}
+
+    def _with_mask(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """A ragged artifact's mask: all tokens are real unless it is given, and real ones lead."""
+        first = np.asarray(inputs[self.inputs[0].name]) if self.inputs[0].name in inputs else None
+        if not self.artifact.ragged or first is None or first.ndim < 2:
+            return inputs
+        mask = np.asarray(inputs.get("mask", np.ones(first.shape[:2], np.float32))).astype(np.float32)
+        if mask.ndim == 2 and (((mask != 0) & (mask != 1)).any() or (np.diff(mask, axis=1) > 0).any()):
+            raise InputError(
+                "input 'mask' has padding before a real token, or other values than 0 and 1; in a stream the real "
+                "tokens of each row lead: [1, 1, 0, 0]"
+            )
+        return {**inputs, "mask": mask}
+
+    def _batch(self, inputs: Mapping[str, np.ndarray]) -> int:
+        return next((int(inputs[spec.name].shape[0]) for spec in self.inputs if spec.shape[0] == BATCH), 1)
+
+    def _chunks(self, length: int) -> list[int]:
+        """A sequence in the longest chunks that the artifact takes."""
+        name, axis = next((name, axis) for name, axis in self.artifact.token_axes.items() if axis >= 0)
+        spec = next(spec for spec in self.inputs if spec.name == name)
+        dim = spec.shape[axis]
+        low, high = (dim, dim) if isinstance(dim, int) else spec.bounds.get(dim, (1, None))
+        if high is None or length <= high:
+            high = length if self.artifact.frames else min(length, MAX_CHUNK, high or length)
+        chunks = [high] * (length // high) + ([length % high] if length % high else [])
+        if chunks[-1] < low:
+            raise InputError(f"{length} tokens cannot be cut into chunks of {low} to {high}, which this artifact takes")
+        return chunks
+
+    @staticmethod
+    def _validate(inputs: Mapping[str, np.ndarray], specs: list[TensorSpec]) -> dict[str, np.ndarray]:
+        """The arrays in the graph's types, or one clear error."""
+        expected = {spec.name: spec for spec in specs}
         unknown, missing = sorted(set(inputs) - set(expected)), sorted(set(expected) - set(inputs))
         if unknown or missing:
             wrong = f"unknown: {', '.join(unknown)}" if unknown else f"missing: {', '.join(missing)}"
-            raise InputError(f"input names do not fit ({wrong}); expected {', '.join(map(str, self.inputs))}")
+            raise InputError(f"input names do not fit ({wrong}); expected {', '.join(map(str, specs))}")
         sizes: dict[str, tuple[int, str]] = {}
         return {name: _fit(spec, inputs[name], sizes) for name, spec in expected.items()}
 
 
+def _only(outputs: dict[str, np.ndarray]) -> np.ndarray | dict[str, np.ndarray]:
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def _any_length(spec: TensorSpec, axis: int | None) -> TensorSpec:
+    """The spec of a whole sequence, which is cut into chunks of the graph's own length."""
+    if axis is None:
+        return spec
+    shape = [TOKENS if i == axis else dim for i, dim in enumerate(spec.shape)]
+    return spec.model_copy(update={"shape": shape, "bounds": {k: v for k, v in spec.bounds.items() if k != TOKENS}})
+
+
 def _fit(spec: TensorSpec, value: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:
     """The array in the graph's dtype, or one clear error."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # a tensor on a GPU or with a gradient, a ragged list
+        raise InputError(f"input {spec.name!r} is no array ({type(value).__name__}: {error}); expected {spec}") from error
     wanted = np.dtype(spec.dtype)
     if array.dtype != wanted:
         array = _converted(spec, array, wanted)
@@ -120,7 +247,13 @@ def _fit(spec: TensorSpec, value: np.ndarray, sizes: dict[str, tuple[int, str]])
         low, high = spec.bounds.get(dim, (1, None))
         if length < low or (high is not None and length > high):
             raise InputError(f"{dim} is {length}; this artifact takes {low} to {high}")
-    return np.ascontiguousarray(array)
+    if spec.values is not None and array.size and not spec.values[0] <= array.min() <= array.max() <= spec.values[1]:
+        raise InputError(
+            f"input {spec.name!r} holds values from {array.min()} to {array.max()}; expected {spec.values[0]} to "
+            f"{spec.values[1]}, "
+            "the rows of the table that they look up"
+        )
+    return np.asarray(array, order="C")  # ascontiguousarray makes a vector of a number
 
 
 def _converted(spec: TensorSpec, array: np.ndarray, wanted: np.dtype) -> np.ndarray:

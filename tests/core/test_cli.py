@@ -315,3 +315,38 @@ def test_doctor() -> None:
     facts = json.loads(_run("doctor", "--json").stdout)
     assert facts["packages"]["torch"] == torch.__version__ and facts["can do"]["export"] == "ready"
     assert _run("doctor").exit_code == 0
+
+
+def test_json_stays_alone_on_stdout(tmp_path: Path) -> None:
+    """Whatever a factory prints; and one that leaves is a factory that failed."""
+    script = tmp_path / "net.py"
+    script.write_text(
+        "import torch\nfrom pom_edge import PoM\n"
+        "def build():\n    print('hello')\n    torch.manual_seed(0)\n    return torch.nn.Sequential(PoM(8, 2, 2))\n"
+        "def leave():\n    raise SystemExit(3)\n"
+        "def example():\n    return {'input': torch.randn(2, 5, 8)}\n"
+    )
+    torch.save(nn.Sequential(PoM(8, 2, 2)).state_dict(), tmp_path / "m.pt")
+    arguments = ["export", tmp_path / "m.pt", "--example", f"{script}:example", "--json"]
+    result = _run(*arguments, "--factory", f"{script}:build")
+    assert json.loads(result.stdout)["passed"] and "hello" in result.stderr
+    result = _run(*arguments, "--factory", f"{script}:leave", "--overwrite")
+    assert result.exit_code == 2 and "raised SystemExit" in json.loads(result.stdout)["error"]
+
+
+def test_a_ctrl_c_that_torch_wrapped_is_still_one(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise pipeline.InputError("torch.export cannot trace the model") from error
+
+    monkeypatch.setattr(pipeline, "export_subject", fail)
+    _refused(_run("export", checkpoint, "--overwrite"), "interrupted; nothing was changed", code=130)
+
+
+def test_an_npy_file_has_no_names(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    np.save(tmp_path / "in.npy", make_inputs()["x"])
+    result = _run("run", tmp_path / "a.pom", "--input", tmp_path / "in.npy", "--output", tmp_path / "out.npy")
+    assert result.exit_code == 0 and np.load(tmp_path / "out.npy").shape == (2, 5, 6)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pom_edge
 from pom_edge.bundle import MANIFEST, Bundle
 from pom_edge.errors import GateError, InputError
-from pom_edge.export import lowering, onnx_graph
+from pom_edge.export import forms, lowering, onnx_graph
 from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle
@@ -76,7 +76,7 @@ def test_a_dead_mixer_in_the_lowered_model(
         lowered.get_submodule(f"blocks.{block}.mixer").ag_weight.zero_()  # type: ignore[operator,union-attr]
         return lowered, names
 
-    monkeypatch.setattr(lowering, "lower", broken)
+    monkeypatch.setattr(forms, "lower", broken)
     with pytest.raises(GateError, match=rf"mixer blocks\.{block}\.mixer 0\.0 dB.*First stage that differs: lowered"):
         export_bundle(fresh, out=tmp_path / "a.pom")
     assert list(tmp_path.iterdir()) == []
@@ -350,3 +350,105 @@ def test_an_unknown_option_is_named(tmp_path: Path) -> None:
         export_bundle(_Random(), bogus=1, out=tmp_path / "a.pom")
     with pytest.raises(InputError, match=r"use example_inputs for example"):
         export_bundle(_Random(), example={}, out=tmp_path / "a.pom")
+
+
+class _Model(nn.Module):
+    """What the tests below forward through: two mixers, one of them under a second name, and an embedding."""
+
+    def __init__(self, forward: Callable[..., Any], rotary: str | None = None) -> None:
+        super().__init__()
+        self.a = PoM(16, 3, 2, rotary=rotary)  # type: ignore[arg-type]
+        self.again, self.other, self.embed = self.a, PoM(16, 2, 2), nn.Embedding(10, 16)
+        self._forward = forward
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
+        return self._forward(self, x) if positions is None else self._forward(self, x, positions)
+
+
+X = {"x": torch.randn(2, 16, 16)}
+IDS = {"x": torch.randint(10, (2, 5))}
+
+
+def test_a_mixer_with_two_names_is_one_layer(tmp_path: Path) -> None:
+    model = _Model(lambda m, x: m.again(m.a(x)) + m.other(x))
+    report = export_bundle(model, example_inputs=X, out=tmp_path / "a.pom")
+    assert sorted(Bundle.open(report.bundle).manifest.artifacts[0].mixers) == ["a", "a#1", "other"]
+
+
+def test_negative_positions_are_not_other_positions(tmp_path: Path) -> None:
+    model = _Model(lambda m, x, positions: m.a(x, positions=positions) + 0 * m.other(x), rotary="1d").eval()
+    inputs = {"x": torch.randn(2, 3, 16), "positions": torch.arange(3)}
+    report = export_bundle(model, example_inputs=inputs, out=tmp_path / "a.pom")
+    with open_session(report) as session, torch.no_grad():
+        for positions in ([-1, 0, 1], [-255, -256, -257], [-70_000, 5, 2**31]):
+            at = {**inputs, "positions": torch.tensor(positions)}
+            found = session.run(**{name: tensor.numpy() for name, tensor in at.items()})
+            assert pom_edge.runtimes.parity.measure(model(**at).numpy(), found).snr_db > 100
+
+
+def test_bounds_apply_to_the_example_too(tmp_path: Path) -> None:
+    model = _Model(lambda m, x: m.a(x, x[:, ::2]))  # needs two tokens
+    report = export_bundle(model, example_inputs=X, tokens="3:4:9", batch=1, out=tmp_path / "a.pom")
+    with open_session(report) as session:
+        assert session.inputs[0].shape == [1, "tokens", 16] and session.inputs[0].bounds["tokens"] == (3, 9)
+
+
+def test_a_mixer_that_never_runs_is_said(tmp_path: Path) -> None:
+    report = export_bundle(_Model(lambda m, x: m.a(x)), example_inputs=X, out=tmp_path / "a.pom")
+    assert report.artifacts[0].parity is not None
+    (said,) = [entry for entry in report.artifacts[0].parity["vacuity"] if entry["test"] == "zeroed mixer other"]
+    assert said["caught"] is None and "does not run" in said["note"]
+
+
+def test_ids_beyond_the_table_are_refused(tmp_path: Path) -> None:
+    """ONNX looks -1 up as the last row; PyTorch refuses it."""
+    report = export_bundle(_Model(lambda m, x: m.a(m.embed(x))), example_inputs=IDS, out=tmp_path / "a.pom")
+    with open_session(report) as session:
+        session.run(np.array([[0, 9]]))
+        for bad in (-1, 10):
+            with pytest.raises(InputError, match=r"expected 0 to 9, the rows of the table"):
+                session.run(np.array([[0, bad]]))
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = PoM(16, 2, 2)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.mixer(x) * scale  # type: ignore[no-any-return]
+
+
+def test_numbers_and_doubles_as_examples(tmp_path: Path) -> None:
+    report = export_bundle(_Scaled(), example_inputs={"x": X["x"].double(), "scale": 3.0}, out=tmp_path / "a.pom")
+    with open_session(report) as session:
+        assert session.inputs[1].shape == [] and session.run(X["x"].numpy(), scale=2.0).shape == (2, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("forward", "example", "message"),
+    [
+        (lambda m, x: 0 * m.a(x), X, "answers are zero, or the same"),
+        (lambda m, x: {"x": x, "y": m.a(x)}, X, "the first is always called y"),
+        (lambda m, x: {"z": m.a(x), "x": x}, X, "output x of the model has the name of an input"),
+        (lambda m, x: m.a.step(x)[0], X, "--form recurrent"),
+        (lambda m, x: m.a(x).half(), X, "half precision"),
+        (lambda m, x: m.a(x), {"x": torch.randn(2, 4, 17)}, r"example inputs, x \(2, 4, 17\)"),
+        (lambda m, x: m.a(x), X["x"], "example_inputs is a Tensor"),
+        (lambda m, x: m.a(x), {"x": "abc"}, "input 'x' is a str"),
+        (lambda m, x: m.a(x), {"batch": X}, "input 'batch' is a dict"),
+    ],
+)
+def test_what_no_bundle_can_be_made_of(forward: Any, example: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises((GateError, InputError), match=message):
+        export_bundle(_Model(forward), example_inputs=example, out=tmp_path / "a.pom")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(InputError, match=r"given a str.*pom_edge.load"):
+        export_bundle("model.pt")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the class PoM, not an instance"):
+        export_bundle(PoM)  # type: ignore[arg-type]

@@ -104,10 +104,10 @@ def test_headed_and_channel_readout() -> None:
     assert _relative_error(lowering.channel_readout(channel_gate, h, weight), expected) < EXACT
 
 
-@pytest.mark.parametrize("position", [0, 1, 255, 256, 65_535, 65_536, 1_000_003, 16_777_215])
+@pytest.mark.parametrize("position", [-70_000, -1, 0, 1, 255, 256, 65_535, 65_536, 1_000_003, 16_777_215, 4_294_967_295])
 def test_rotary_tables_hold_at_any_position(position: int) -> None:
     theta = frequencies(64, "1d", 10000.0)
-    cos, sin = lowering.RotaryTables(theta)(torch.tensor([[position]]))
+    cos, sin = lowering.RotaryTables(theta)(torch.tensor([[position]]), signed=position < 0)
     exact_cos, exact_sin = cos_sin(torch.tensor([[position]]), theta, torch.float64)
     assert (cos.double() - exact_cos).abs().max() < 4e-7
     assert (sin.double() - exact_sin).abs().max() < 4e-7
@@ -116,7 +116,7 @@ def test_rotary_tables_hold_at_any_position(position: int) -> None:
 def test_a_position_beyond_the_tables_is_an_error_not_another_angle() -> None:
     tables = lowering.RotaryTables(frequencies(64, "1d", 10000.0))
     with pytest.raises(IndexError):
-        tables(torch.tensor([[lowering.TABLE_ROWS**lowering.DIGITS]]))
+        tables(torch.tensor([[lowering.TABLE_ROWS**lowering.DIGITS]]), signed=True)
 
 
 @pytest.mark.parametrize("rotary", ["1d", "2d"])
