@@ -22,6 +22,7 @@ from pom_edge.runtimes.parity import compare
 MAX_GOLDEN_BYTES = 16 << 20
 MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 MAX_REAL_SAMPLES = 64
+LONG = 257  # tokens of the long case: two blocks of the module's running sum
 MAX_STREAMS = 4  # real samples in the recurrent form
 REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
@@ -59,7 +60,12 @@ class Case:
 
 
 def golden_cases(
-    example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent, samples: dict[str, Tensor] | None = None
+    example: dict[str, Tensor],
+    axes: Axes,
+    batch: Extent,
+    tokens: Extent,
+    samples: dict[str, Tensor] | None = None,
+    longest: int = LONG,
 ) -> list[Case]:
     """Cases at several sizes: real samples first, then the example's own size, a short, an odd and a long one.
 
@@ -68,6 +74,7 @@ def golden_cases(
         axes: as planned for the graph.
         batch, tokens: extents; sizes outside them are left out.
         samples: real inputs from the checkpoint, used as they are.
+        longest: tokens of the long case.
     """
     cases = []
     if samples and set(samples) == set(example):
@@ -75,7 +82,7 @@ def golden_cases(
         rows = min(MAX_REAL_SAMPLES, max(1, MAX_GOLDEN_BYTES // 4 // row_bytes))  # a quarter at most: outputs and others follow
         real = {name: tensor[:rows].numpy() for name, tensor in samples.items()}
         cases.append(Case("samples", "real", _describe(real), real))
-    for seed, (name, sizes) in enumerate(_sizes(example, axes, batch, tokens)):
+    for seed, (name, sizes) in enumerate(_sizes(example, axes, batch, tokens, longest)):
         recipes = plan_inputs(example, axes, sizes, seed)
         inputs = {key: generate(recipe) for key, recipe in recipes.items()}
         cases.append(Case(name, "random", _describe(inputs), inputs, recipes))
@@ -134,13 +141,15 @@ def _cut(total: int, lengths: list[int], tokens: Extent, frame: int) -> list[int
     return [min(max(length, tokens.minimum), tokens.maximum or length) for length in lengths]
 
 
-def _sizes(example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent) -> Iterator[tuple[str, dict[str, int]]]:
+def _sizes(
+    example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent, longest: int
+) -> Iterator[tuple[str, dict[str, int]]]:
     base = axis_sizes(example, axes)
     wanted = {
         "example": (2, base.get(TOKENS, 2)),
         "short": (1, 2),
         "odd": (3, 7),
-        "long": (2, min(257, tokens.maximum or 257)),
+        "long": (2, min(longest, tokens.maximum or longest)),
     }
     seen = set()
     for name, (rows, length) in wanted.items():

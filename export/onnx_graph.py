@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import io
-import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,13 +22,25 @@ from torch import Tensor, nn
 
 from pom_edge.errors import InputError
 from pom_edge.export.inputs import BATCH, Axes, Extent
+from pom_edge.export.quiet import quiet
 from pom_edge.export.reference import Taps, named_outputs
+from pom_edge.export.streamed import OFFSET, VALID, Pass, Split
 
 OPSET = 18  # complete in ONNX Runtime's CUDA kernels and in JetPack 6's parser; 19 and later leave operators on the CPU
 MAX_IR_VERSION = 10  # ONNX Runtime refuses what it does not know (onnxruntime#23602)
 EXTERNAL_BYTES = 1 << 30  # protobuf stops at 2 GiB; weights beyond half of that go into a file beside the graph
 
-__all__ = ["OPSET", "Graph", "check_file", "export_graph", "export_program", "save_graph"]
+__all__ = [
+    "OPSET",
+    "Boundary",
+    "Graph",
+    "check_file",
+    "export_graph",
+    "export_pass",
+    "export_program",
+    "save_graph",
+    "table_rows",
+]
 
 
 @dataclass
@@ -63,7 +72,7 @@ class Graph:
             del self.model.graph.outputs[kept:]
 
 
-class _Boundary(nn.Module):
+class Boundary(nn.Module):
     """The traced module: inputs by name in, outputs and taps as one flat tuple out."""
 
     def __init__(self, model: nn.Module, mixers: list[str]) -> None:
@@ -106,7 +115,7 @@ def export_graph(
     Raises:
         InputError: the model cannot be traced, with torch's reason and what can be done.
     """
-    boundary = _Boundary(model, [inside + name for name in mixers if name])
+    boundary = Boundary(model, [inside + name for name in mixers if name])
     names_of_axes = {dim for shape in axes.values() for dim in shape if isinstance(dim, str)}
     dims = {}
     for axis in sorted(names_of_axes):
@@ -125,7 +134,7 @@ def export_graph(
     if taken:
         raise InputError(f"output {', '.join(taken)} of the model has the name of an input; a graph needs other names")
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             program = torch.export.export(
                 boundary,
                 (inputs,),
@@ -164,13 +173,36 @@ def export_program(program: torch.export.ExportedProgram, input_names: list[str]
     return _tidy(Graph(model, names), prefix="")
 
 
+def export_pass(step: Pass, split: Split, mixers: list[str]) -> Graph:
+    """One pass of the streamed form to ONNX: static shapes, inputs and outputs under the names of the split.
+
+    Raises:
+        InputError: it cannot be translated.
+    """
+    feeds = [_pass_input(name, split) for name in step.inputs]
+    with quiet(), torch.no_grad():
+        program = torch.export.export(step.module, tuple(feeds), strict=False)
+    model = _to_onnx(program, step.inputs, step.outputs)
+    kept = len(step.outputs) - len(step.taps)
+    taps = dict(zip(step.taps, model.graph.outputs[kept:], strict=True))
+    del model.graph.outputs[kept:]
+    return _tidy(Graph(model, step.outputs[:kept], taps, mixers=mixers), prefix="")
+
+
+def _pass_input(name: str, split: Split) -> Tensor:
+    if name == OFFSET:
+        return torch.tensor(0)
+    chunk = next(split.shapes[known][axis] for known, axis in split.token_axes.items())
+    return torch.ones(chunk) if name == VALID else torch.zeros(split.shapes[name], dtype=split.dtypes[name])
+
+
 def _axis_name(index: int, value: ir.Value) -> str:
     return ("batch", "tokens")[index] if index < 2 else f"{value.name}_dim{index}"
 
 
 def _to_onnx(program: torch.export.ExportedProgram, input_names: list[str], output_names: list[str]) -> ir.Model:
     try:
-        with _quiet():
+        with quiet():
             onnx_program = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -317,23 +349,3 @@ def _untraceable(error: Exception, axes: Axes) -> str:
 def _first_lines(error: Exception, lines: int = 6) -> str:
     text = [line for line in str(error).splitlines() if line.strip()]
     return "\n  ".join([f"{type(error).__name__}: {text[0] if text else ''}", *text[1:lines]])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's registration notes (torchvision missing), its FutureWarnings, and the graph it prints when tracing fails.
-
-    The reason of a failure is in its exception.
-    """
-    names = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes")
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)

@@ -91,6 +91,39 @@ class FileEntry(_Model):
     bytes: int
 
 
+class SumSpec(_Model):
+    """A sum over tokens that a pass adds up; a mean is divided by ``rows`` values for each token in the end."""
+
+    name: str
+    mean: bool
+    rows: int
+
+
+class PassSpec(_Model):
+    """One graph of the streamed form, run for every chunk (``looped``) or once."""
+
+    file: str
+    inputs: list[str]
+    stores: list[str]
+    sums: list[SumSpec]
+    results: list[str]
+    looped: bool = True
+    mixers: dict[str, str] = Field(default_factory=dict)
+
+
+class StreamSpec(_Model):
+    """How the passes of a streamed artifact fit together.
+
+    ``shapes``, ``dtypes`` and ``token_axes`` are those of every named tensor for one chunk.
+    """
+
+    chunk: int
+    shapes: dict[str, list[int]]
+    dtypes: dict[str, str]
+    token_axes: dict[str, int]
+    passes: list[PassSpec]
+
+
 class Artifact(_Model):
     """One compiled form of the model."""
 
@@ -107,6 +140,7 @@ class Artifact(_Model):
     mixers: dict[str, str] = Field(default_factory=dict)
     token_axes: dict[str, int] = Field(default_factory=dict)  # recurrent: of inputs and outputs; -1: no row for each token
     frames: bool = False  # recurrent: a chunk is a frame, whose tokens see all of it
+    stream: StreamSpec | None = None
     ragged: bool = False  # recurrent: an input "mask" says which tokens of a chunk are real
     notes: list[str] = Field(default_factory=list)
     verified: str

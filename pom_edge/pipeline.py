@@ -7,6 +7,7 @@ Each step either holds or ends the export with one error; the bundle appears at 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -21,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pom_edge.bundle import Artifact, TensorSpec, check_destination, finish_bundle, is_bundle, write_bundle
+from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.errors import GateError, InputError, PomError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
-from pom_edge.runtimes.layers import open_tapped
 from pom_edge.runtimes.memory import measure_peak
 from pom_edge.runtimes.parity import (
     GATES_DB,
@@ -48,15 +48,16 @@ if TYPE_CHECKING:
     from pom_edge.export.forms import Plan
     from pom_edge.export.golden import Case
     from pom_edge.export.inputs import Extent
-    from pom_edge.export.onnx_graph import Graph
+    from pom_edge.export.made import Made
     from pom_edge.subject import Subject
 
 TARGETS = ("onnx",)
 PRECISIONS = ("fp32",)
-FORMS = ("parallel", "recurrent")
+FORMS = ("parallel", "recurrent", "streamed")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
+MEASURED = "chunk "  # how a note begins that says what was measured here: it would make two exports of one model differ
 Step = Callable[[str], None]
 
 __all__ = ["ArtifactReport", "ExportOptions", "ExportReport", "export_bundle", "export_file", "load_torch"]
@@ -71,6 +72,7 @@ class ExportOptions:
     form: str = "parallel"
     tokens: str | int | None = None
     batch: str | int | None = None
+    chunk: int | None = None
     mask: str = "none"
     factory: str | Callable[[], nn.Module] | None = None
     example: str | Mapping[str, Tensor] | None = None
@@ -95,6 +97,8 @@ class ExportOptions:
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
+        if self.chunk is not None and (self.form != "streamed" or self.chunk < 1):
+            raise InputError(f"--chunk is {self.chunk}; expected at least 1, and --form streamed")
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
         if self.snr_db is not None and not GATES_DB["fp32"] <= self.snr_db <= MAX_SNR_DB:
@@ -263,32 +267,41 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     """The steps after reading; see the module's docstring."""
     from pom_edge.export.golden import record, store
     from pom_edge.export.inputs import Extent, check_example
-    from pom_edge.export.lint import GraphContext, lint
 
     start = time.perf_counter()
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     check_example(subject.example)
 
     step("trace and translate")
-    plan = _plan(subject, options, batch, tokens)
-    graph = _graph(subject, plan, batch, tokens)
+    made, notes = _make(subject, options, batch, tokens, step)
+    plan = made.plan
     step("lint")
-    notes = lint(GraphContext(graph))
+    notes += made.lint()
 
     step("record PyTorch's answers")
-    cases, refused = record(_cases(subject, plan, batch, tokens), plan.reference)
+    cases, refused = record(_cases(subject, made, batch, tokens), plan.reference)
     notes += refused
 
     gate_db = options.snr_db or GATES_DB["fp32"]
     with write_bundle(out, options.overwrite) as folder:
-        file = f"{plan.form}.fp32{'.ragged' if plan.ragged else ''}.onnx"
         step("write the graph")
         metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "form": plan.form, "precision": "fp32"}
         config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
-        files = _save(graph, folder / file, {**metadata, "config_hash": config_hash})
+        with writing_errors(folder / made.file):
+            files = made.save(folder, {**metadata, "config_hash": config_hash})
         step("compare with PyTorch")
-        parity = hold_gates(folder / file, graph, cases, plan, gate_db)
-        artifact = _artifact(graph, plan, file, files, batch, tokens, parity, notes)
+        parity = hold_gates(made, folder, cases, gate_db)
+        artifact = Artifact(
+            target="onnx",
+            form=plan.form,
+            precision="fp32",
+            file=made.file,
+            files=files,
+            notes=[note for note in notes if not note.startswith(MEASURED)],
+            verified="onnxruntime (CPU)",
+            parity=parity,
+            **made.fields(),
+        )
         golden, entries = store(cases)
         fields = {
             "name": out.stem,
@@ -310,11 +323,11 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         "onnx",
         plan.form,
         "fp32",
-        file,
+        made.file,
         _bytes(out, files),
         artifact.verified,
         parity,
-        len(graph.model.graph),
+        made.nodes,
         run_ms,
         run_inputs,
         memory,
@@ -351,53 +364,68 @@ def _plan(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
     return plan
 
 
-def _graph(subject: Subject, plan: Plan, batch: Extent, tokens: Extent) -> Graph:
-    from pom_edge.export.inputs import BATCH, TOKENS
-    from pom_edge.export.onnx_graph import export_graph, export_program
+def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Extent, step: Step) -> tuple[Made, list[str]]:
+    """The graphs, and notes about how they were chosen."""
+    from pom_edge.export.inputs import BATCH, TOKENS, Extent
+    from pom_edge.export.made import Passes, Single, choose_chunk
+    from pom_edge.export.onnx_graph import Boundary, export_graph, export_pass, export_program
+    from pom_edge.export.streamed import Splitter
 
-    if subject.program is not None:
-        return export_program(subject.program, list(subject.example))
-    return export_graph(plan.model, plan.mixers, plan.example, plan.axes, {BATCH: batch, TOKENS: tokens}, plan.inside)
+    if options.form != "streamed":
+        plan = _plan(subject, options, batch, tokens)
+        if subject.program is not None:
+            return Single(plan, export_program(subject.program, list(subject.example)), batch, tokens), []
+        extents = {BATCH: batch, TOKENS: tokens}
+        graph = export_graph(plan.model, plan.mixers, plan.example, plan.axes, extents, plan.inside)
+        return Single(plan, graph, batch, tokens), []
+    batch = Extent(1, 1, 1) if options.batch is None else batch
+    if not batch.fixed:
+        raise InputError(f"--batch is {options.batch!r}; the passes of the streamed form have fixed shapes: give one number")
+    plan = dataclasses.replace(_plan(subject, options, batch, Extent()), form="streamed")
+    boundary = Boundary(plan.model, [name for name in plan.mixers if name])
+    outputs, taps = (list(found) for found in boundary.run(plan.example))
+    splitter = Splitter(boundary, plan.example, plan.axes, outputs, taps)
+    notes: list[str] = []
+    chunk = options.chunk
+    if chunk is None:
+        step("measure chunk sizes")
+        chunk, notes = choose_chunk(splitter)
+    step("translate the passes")
+    split = splitter.split(chunk)
+    graphs = [export_pass(each, split, plan.mixers) for each in split.passes]
+    return Passes(plan, split, graphs, chunk, tokens), notes
 
 
-def _cases(subject: Subject, plan: Plan, batch: Extent, tokens: Extent) -> list[Case]:
+def _cases(subject: Subject, made: Made, batch: Extent, tokens: Extent) -> list[Case]:
     from pom_edge.export.golden import golden_cases, stream_cases
     from pom_edge.export.inputs import Extent, plan_axes
 
-    if plan.form != "recurrent":
-        return golden_cases(subject.example, plan.axes, batch, tokens, subject.samples)
+    plan, samples, chunk = made.plan, subject.samples, made.chunk
+    if plan.form == "streamed":  # two whole chunks and a part of one
+        return golden_cases(subject.example, plan.axes, batch, tokens, samples, 2 * chunk + chunk // 3 + 1)
+    if plan.form == "parallel":
+        return golden_cases(subject.example, plan.axes, batch, tokens, samples)
     example = {name: tensor for name, tensor in plan.example.items() if not name.startswith("state.")}
     axes = plan_axes(example, batch, Extent())
-    return stream_cases(example, axes, tokens, subject.samples, plan.frame, plan.ragged)
+    return stream_cases(example, axes, tokens, samples, plan.frame, plan.ragged)
 
 
-def _save(graph: Graph, path: Path, metadata: dict[str, str]) -> list[str]:
-    from pom_edge.export.onnx_graph import check_file, save_graph
-
-    with writing_errors(path):
-        files = save_graph(graph.model, path, metadata)
-    check_file(path)
-    return files
-
-
-def hold_gates(path: Path, graph: Graph, cases: list[Case], plan: Plan, gate_db: float) -> dict[str, Any]:
+def hold_gates(made: Made, folder: Path, cases: list[Case], gate_db: float) -> dict[str, Any]:
     """Compare every output and every mixer's own output with PyTorch, and prove that the comparison can fail.
 
     Returns:
         The parity entry of the artifact.
 
     Raises:
+        InputError: the traced model is not the model, so it has no such form.
         GateError: a value misses the gate (with the first stage that does), or the gate is vacuous.
     """
-    from pom_edge.export.reference import TorchSession
-
-    values = {**{name: name for name in graph.outputs}, **{path: str(v.name) for path, v in graph.taps.items()}}
+    plan = made.plan
     stages: dict[str, dict[str, Metrics]] = {}
-    if graph.mixers:
-        session = TorchSession(plan.model, [plan.inside + name for name in graph.mixers if name])
-        stages["lowered"] = _against(cases, plan, lambda inputs: plan.named(_merged(session.run(inputs))))
-    execute = open_tapped(path, values)
-    stages["onnx"] = _against_graph(cases, plan, execute)
+    traced = made.traced()
+    if traced is not None:
+        stages["lowered"] = _against(cases, plan, traced)
+    stages["onnx"] = _against_graph(cases, plan, made.written(folder))
     outputs = list(cases[0].outputs)
     for stage, metrics in stages.items():
         missed = {name: m for name, m in metrics.items() if not m.passes(gate_db)}
@@ -411,7 +439,7 @@ def hold_gates(path: Path, graph: Graph, cases: list[Case], plan: Plan, gate_db:
             raise InputError(_other_interaction(plan.form, missed))
         if missed:
             raise GateError(_missed(stage, missed, gate_db, outputs))
-    vacuity = prove_gate(cases, plan.reference, graph.mixers, gate_db)
+    vacuity = prove_gate(cases, plan.reference, made.mixers, gate_db)
     found = worst([stages["onnx"][name] for name in outputs])
     layers = {name: m.snr_db for name, m in stages["onnx"].items() if name not in outputs}
     name = min(layers, key=lambda key: layers[key]) if layers else None
@@ -520,58 +548,6 @@ def _missed(stage: str, missed: dict[str, Metrics], gate_db: float, outputs: lis
     )
     what = {"lowered": "the lowered PyTorch model", "onnx": "the ONNX graph in ONNX Runtime"}[stage]
     return f"{what} is not the model: {listed}; the gate is {gate_db:g} dB. First stage that differs: {stage}"
-
-
-def _artifact(
-    graph: Graph,
-    plan: Plan,
-    file: str,
-    files: list[str],
-    batch: Extent,
-    tokens: Extent,
-    parity: dict[str, Any],
-    notes: list[str],
-) -> Artifact:
-    from pom_edge.export.inputs import BATCH, TOKENS
-    from pom_edge.export.onnx_graph import table_rows
-
-    bounds = {BATCH: batch, TOKENS: tokens}
-
-    def spec(value: Any) -> TensorSpec:
-        shape = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
-        limits = {d: (bounds[d].minimum, bounds[d].maximum) for d in shape if d in bounds and bounds[d].maximum}
-        return TensorSpec(name=value.name, dtype=str(value.dtype.numpy()), shape=shape, bounds=limits, values=table_rows(value))
-
-    return Artifact(
-        target="onnx",
-        form=plan.form,
-        precision="fp32",
-        file=file,
-        files=files,
-        inputs=[spec(value) for value in graph.model.graph.inputs],
-        outputs=[spec(value) for value in graph.model.graph.outputs],
-        opset=graph.model.opset_imports[""],
-        ir_version=graph.model.ir_version,
-        census=_census(graph),
-        mixers={path: str(value.name) for path, value in graph.taps.items()},
-        token_axes=plan.token_axes,
-        frames=bool(plan.frame),
-        ragged=plan.ragged,
-        notes=notes,
-        verified="onnxruntime (CPU)",
-        parity=parity,
-    )
-
-
-def _census(graph: Graph) -> dict[str, float]:
-    """Share of the weights' elements by dtype, read back from the graph."""
-    counts: dict[str, int] = {}
-    for value in graph.model.graph.initializers.values():
-        if value.const_value is not None:
-            name = str(value.const_value.dtype.name).lower()
-            counts[name] = counts.get(name, 0) + value.const_value.size
-    total = sum(counts.values()) or 1
-    return {name: round(count / total, 4) for name, count in sorted(counts.items())}
 
 
 def _check_bundle(folder: Path, step: Step) -> tuple[float, str, dict[str, int] | None]:

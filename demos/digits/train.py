@@ -26,6 +26,7 @@ from demos.digits.augment import augment
 from demos.digits.data import Split, fingerprint, read_digits, split_digits
 from demos.digits.images import CLASS_NAMES, MEAN, SIDE, STD, Digits, load_digits, model_input, preprocess
 from demos.digits.synthesise import photo_of
+from demos.training import parameter_groups, schedule_of
 from pom_edge.checkpoint import save_checkpoint
 from pom_edge.errors import InputError, PomError
 from pom_edge.mixer import coefficient_penalty
@@ -35,9 +36,8 @@ HERE = Path(__file__).parent
 SAMPLES = 32  # real validation images that travel in the checkpoint: golden and calibration data
 BATCH = 64
 LABEL_SMOOTHING = 0.05
-COEFFICIENT_RATE = 5.0  # po_coeff learns this much faster, see parameter_groups
 
-__all__ = ["accuracy", "main", "model_config", "parameter_groups", "train"]
+__all__ = ["accuracy", "main", "model_config", "train"]
 
 
 def model_config() -> ModelConfig:
@@ -56,28 +56,6 @@ def model_config() -> ModelConfig:
         channels=1,
         num_classes=10,
     )
-
-
-def parameter_groups(model: nn.Module, rate: float, decay: float) -> list[dict[str, object]]:
-    """AdamW groups: matrices decay, vectors do not, and the polynomial's coefficients learn faster.
-
-    Coefficients start within +-0.001, so a fresh mixer is nearly silent and the gradient of its projection, which is
-    proportional to them, nearly zero. A larger step (Adam's is about the rate, whatever the gradient) wakes them within
-    the warm-up; decay would pull them back to silence, `--penalty` is the tool for keeping them small.
-    """
-    coefficients: list[nn.Parameter] = []
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if name.endswith("po_coeff"):
-            coefficients.append(parameter)
-        else:
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    return [
-        {"params": matrices, "lr": rate, "weight_decay": decay},
-        {"params": vectors, "lr": rate, "weight_decay": 0.0},
-        {"params": coefficients, "lr": rate * COEFFICIENT_RATE, "weight_decay": 0.0},
-    ]
 
 
 def train(
@@ -106,7 +84,7 @@ def train(
     labels = torch.from_numpy(split.train.labels.astype(np.int64))
     optimizer = torch.optim.AdamW(parameter_groups(model, rate, decay), betas=(0.9, 0.98))
     steps = epochs * math.ceil(len(images) / BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_of(step, steps))
     for epoch in range(epochs):
         started, losses = time.perf_counter(), []
         model.train()
@@ -206,13 +184,6 @@ def _check_usable(split: Split) -> None:
             f"{len(shared)} of the training images are in {HERE / 'test_images.npz'}, which would make its accuracy "
             "meaningless; give the whole package with --data, or write the test images anew with demos/digits/data.py"
         )
-
-
-def _schedule(step: int, steps: int) -> float:
-    warm = max(1, steps // 10)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 def _batches(digits: Digits, size: int = 500) -> list[tuple[np.ndarray, np.ndarray]]:

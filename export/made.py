@@ -1,0 +1,303 @@
+"""What was made of a model, before and after it is written: one graph, or the passes of the streamed form.
+
+Both answer the same questions: do the rules hold, what files are these, what does the traced PyTorch say, what does the written
+ONNX say.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from pom_edge.bundle import PassSpec, StreamSpec, SumSpec, TensorSpec
+from pom_edge.export.forms import Plan
+from pom_edge.export.inputs import BATCH, TOKENS, Extent
+from pom_edge.export.lint import GraphContext, lint
+from pom_edge.export.onnx_graph import Graph, check_file, export_pass, save_graph, table_rows
+from pom_edge.export.reference import Arrays, TorchSession
+from pom_edge.export.streamed import OFFSET, VALID, Pass, Split, Splitter
+from pom_edge.runtimes.layers import open_tapped
+from pom_edge.runtimes.onnxruntime_session import native_session
+from pom_edge.runtimes.stepping import Execute
+from pom_edge.runtimes.streamed import run_passes, token_sources
+from pom_edge.runtimes.tokens import Buffer
+
+CHUNKS = (256, 512, 1024, 2048, 4096)  # tried on this machine
+SLOWER = 1.05  # a smaller chunk is taken if it is at most so much slower than the fastest
+REPEATS = 7
+
+__all__ = ["Made", "Passes", "Single", "choose_chunk"]
+
+
+class Made(ABC):
+    """Graphs of one form.
+
+    Attributes:
+        plan: what they were made from.
+        graphs: in the order in which they run.
+        chunk: streamed form: tokens of a chunk.
+    """
+
+    chunk: int = 0
+
+    def __init__(self, plan: Plan, graphs: list[Graph]) -> None:
+        self.plan, self.graphs = plan, graphs
+
+    @property
+    @abstractmethod
+    def file(self) -> str:
+        """The artifact's file: the graph, or the first of its passes."""
+
+    @abstractmethod
+    def lint(self) -> list[str]:
+        """See :func:`pom_edge.export.lint.lint`."""
+
+    @abstractmethod
+    def save(self, folder: Path, metadata: dict[str, str]) -> list[str]:
+        """Write the files; returns their names inside the folder."""
+
+    @abstractmethod
+    def traced(self) -> Execute | None:
+        """Outputs and mixers by name from the traced PyTorch model; None where there is none."""
+
+    @abstractmethod
+    def written(self, folder: Path) -> Execute:
+        """The same from the written ONNX files."""
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """What the manifest's artifact says about these graphs."""
+
+    @property
+    def nodes(self) -> int:
+        """In all graphs."""
+        return sum(len(graph.model.graph) for graph in self.graphs)
+
+    @property
+    def mixers(self) -> list[str]:
+        """Module paths of the mixers."""
+        return self.plan.mixers
+
+    def common_fields(self) -> dict[str, Any]:
+        """Versions, and the share of the weights' elements by type, read back from the graphs."""
+        counts: dict[str, int] = {}
+        for graph in self.graphs:
+            for value in graph.model.graph.initializers.values():
+                if value.const_value is not None:
+                    name = str(value.const_value.dtype.name).lower()
+                    counts[name] = counts.get(name, 0) + value.const_value.size
+        total = sum(counts.values()) or 1
+        model = self.graphs[0].model
+        return {
+            "opset": model.opset_imports[""],
+            "ir_version": model.ir_version,
+            "census": {name: round(count / total, 4) for name, count in sorted(counts.items())},
+        }
+
+
+class Single(Made):
+    """The parallel and the recurrent form: one graph."""
+
+    def __init__(self, plan: Plan, graph: Graph, batch: Extent, tokens: Extent) -> None:
+        super().__init__(plan, [graph])
+        self.graph, self._bounds = graph, {BATCH: batch, TOKENS: tokens}
+
+    @property
+    def file(self) -> str:
+        return f"{self.plan.form}.fp32{'.ragged' if self.plan.ragged else ''}.onnx"
+
+    def lint(self) -> list[str]:
+        return lint(GraphContext(self.graph))
+
+    def save(self, folder: Path, metadata: dict[str, str]) -> list[str]:
+        files = save_graph(self.graph.model, folder / self.file, metadata)
+        check_file(folder / self.file)
+        return files
+
+    def traced(self) -> Execute | None:
+        if not self.mixers:
+            return None
+        session = TorchSession(self.plan.model, [self.plan.inside + name for name in self.mixers if name])
+        return lambda inputs: self.plan.named(_merged(session.run(inputs)))
+
+    def written(self, folder: Path) -> Execute:
+        values = {name: name for name in self.graph.outputs}
+        return open_tapped(folder / self.file, values | {path: str(value.name) for path, value in self.graph.taps.items()})
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            **self.common_fields(),
+            "inputs": [tensor_spec(value, self._bounds) for value in self.graph.model.graph.inputs],
+            "outputs": [tensor_spec(value, self._bounds) for value in self.graph.model.graph.outputs],
+            "mixers": {path: str(value.name) for path, value in self.graph.taps.items()},
+            "token_axes": self.plan.token_axes,
+            "frames": bool(self.plan.frame),
+            "ragged": self.plan.ragged,
+        }
+
+
+class Passes(Made):
+    """The streamed form: a graph for each pass, and how they fit together."""
+
+    def __init__(self, plan: Plan, split: Split, graphs: list[Graph], chunk: int, tokens: Extent) -> None:
+        super().__init__(plan, graphs)
+        self.split, self.chunk, self._tokens = split, chunk, tokens
+
+    @property
+    def file(self) -> str:
+        return self._file(0)
+
+    def _file(self, index: int) -> str:
+        return f"streamed.fp32/pass-{index}.onnx"
+
+    def lint(self) -> list[str]:
+        notes = [note for graph in self.graphs for note in lint(GraphContext(graph))]
+        return [note for note in dict.fromkeys(notes) if not note.startswith("linear-cost")]  # a chunk is of fixed size
+
+    def save(self, folder: Path, metadata: dict[str, str]) -> list[str]:
+        files = []
+        for index, graph in enumerate(self.graphs):
+            path = folder / self._file(index)
+            path.parent.mkdir(exist_ok=True)
+            files += [f"{path.parent.name}/{name}" for name in save_graph(graph.model, path, metadata)]
+            check_file(path)
+        return files
+
+    @property
+    def spec(self) -> StreamSpec:
+        """For the manifest and the runner."""
+        return StreamSpec(
+            chunk=self.chunk,
+            shapes={name: list(shape) for name, shape in self.split.shapes.items()},
+            dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in self.split.dtypes.items()},
+            token_axes=self.split.token_axes,
+            passes=[
+                PassSpec(
+                    file=self._file(index),
+                    inputs=step.inputs,
+                    stores=step.stores,
+                    sums=[SumSpec(name=each.name, mean=each.mean, rows=each.rows) for each in step.sums],
+                    results=step.results,
+                    looped=step.looped,
+                    mixers={path: str(value.name) for path, value in graph.taps.items()},
+                )
+                for index, (step, graph) in enumerate(zip(self.split.passes, self.graphs, strict=True))
+            ],
+        )
+
+    def _through(self, executes: list[Execute]) -> Execute:
+        spec = self.spec
+
+        def run(inputs: Arrays) -> Mapping[str, np.ndarray]:
+            rows, rest, tokens = token_sources(spec, inputs)
+            with Buffer() as buffer:
+                return run_passes(spec, executes, rows, rest, tokens, buffer)
+
+        return run
+
+    def traced(self) -> Execute | None:
+        return self._through([_torch_pass(step) for step in self.split.passes])
+
+    def written(self, folder: Path) -> Execute:
+        executes: list[Execute] = []
+        for index, (step, graph) in enumerate(zip(self.split.passes, self.graphs, strict=True)):
+            names = {name: name for name in step.outputs if name not in step.taps}
+            taps = {path: str(value.name) for path, value in graph.taps.items()}
+            executes.append(open_tapped(folder / self._file(index), names | taps))
+        return self._through(executes)
+
+    def fields(self) -> dict[str, Any]:
+        limits: dict[str, tuple[int, int | None]] = {}
+        if self._tokens.maximum:
+            limits[TOKENS] = (self._tokens.minimum, self._tokens.maximum)
+
+        def spec(name: str) -> TensorSpec:
+            shape: list[int | str] = list(self.split.shapes[name])
+            bounds, dtype = {}, str(self.split.dtypes[name]).removeprefix("torch.")
+            if name in self.split.token_axes:
+                shape[self.split.token_axes[name]], bounds = TOKENS, limits
+            return TensorSpec(name=name, dtype=dtype, shape=shape, bounds=bounds, values=rows.get(name))
+
+        rows = {str(v.name): found for graph in self.graphs for v in graph.model.graph.inputs if (found := table_rows(v))}
+        return {
+            **self.common_fields(),
+            "inputs": [spec(name) for name in self.plan.axes],
+            "outputs": [spec(name) for step in self.split.passes for name in step.results],
+            "mixers": {},
+            "stream": self.spec,
+        }
+
+
+def choose_chunk(splitter: Splitter) -> tuple[int, list[str]]:
+    """The chunk size that goes fastest here, the smaller of two that differ little: measured with ONNX Runtime on one pass.
+
+    Returns:
+        The size, and a note that says what was measured.
+    """
+    rates: dict[int, float] = {}
+    for chunk in CHUNKS:
+        split = splitter.split(chunk)
+        looped = [step for step in split.passes if step.looped]
+        step = looped[len(looped) // 2]
+        graph = export_pass(step, split, [])
+        native = native_session(ir.to_proto(graph.model).SerializeToString())
+        feeds = example_feeds(step, split)
+        seconds = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            native.run(None, feeds)
+            seconds.append(time.perf_counter() - start)
+        rates[chunk] = chunk / statistics.median(seconds)
+    best = max(rates.values())
+    chosen = min(chunk for chunk, rate in rates.items() if rate * SLOWER >= best)
+    listed = ", ".join(f"{chunk}: {rate / 1e3:,.0f}" for chunk, rate in rates.items())
+    return chosen, [f"chunk {chosen}, measured on one pass here (thousand tokens a second by chunk): {listed}"]
+
+
+def example_feeds(step: Pass, split: Split) -> Arrays:
+    """Inputs of a pass to trace or to time it with."""
+    generator = np.random.default_rng(0)
+    chunk = next(split.shapes[name][axis] for name, axis in split.token_axes.items())
+    feeds: Arrays = {}
+    for name in step.inputs:
+        if name == OFFSET:
+            feeds[name] = np.array(0, np.int64)
+        elif name == VALID:
+            feeds[name] = np.ones(chunk, np.float32)
+        elif split.dtypes[name].is_floating_point:
+            feeds[name] = generator.standard_normal(split.shapes[name]).astype(np.float32)
+        else:
+            feeds[name] = torch.zeros(split.shapes[name], dtype=split.dtypes[name]).numpy()
+    return feeds
+
+
+def tensor_spec(value: Any, bounds: Mapping[str, Extent]) -> TensorSpec:
+    """A graph input or output as the manifest describes it."""
+    shape = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
+    named = {axis: extent for axis, extent in bounds.items() if axis in shape and extent.maximum}
+    limits = {axis: (extent.minimum, extent.maximum) for axis, extent in named.items()}
+    return TensorSpec(name=value.name, dtype=str(value.dtype.numpy()), shape=shape, bounds=limits, values=table_rows(value))
+
+
+def _torch_pass(step: Pass) -> Execute:
+    module: nn.Module = step.module
+
+    def run(inputs: Arrays) -> Mapping[str, np.ndarray]:
+        with torch.no_grad():
+            outputs = module(*(torch.from_numpy(np.asarray(inputs[name])) for name in step.inputs))
+        return {name: value.numpy() for name, value in zip(step.outputs, outputs, strict=True)}
+
+    return run
+
+
+def _merged(pair: tuple[Arrays, Arrays]) -> Arrays:
+    return {**pair[0], **pair[1]}
