@@ -6,44 +6,16 @@ is arithmetic.
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
-from pom_edge.errors import GateError
+from pom_edge.errors import GateError, InputError
+from pom_edge.formula import evaluate
 
 __all__ = ["Cost", "elements_at", "graph_cost", "graph_nodes", "has_shape", "shape_at"]
-
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Max": max,
-    "Min": min,
-    "max": max,
-    "min": min,
-    "CeilToInt": math.ceil,
-    "ceiling": math.ceil,
-    "floor": math.floor,
-    "FloorToInt": math.floor,
-    "IntTrueDiv": operator.truediv,
-    "FloorDiv": operator.floordiv,
-    "CleanDiv": operator.floordiv,
-    "Mod": operator.mod,
-    "PythonMod": operator.mod,
-}
 
 
 @dataclass(frozen=True)
@@ -71,22 +43,10 @@ def has_shape(value: ir.Value) -> bool:
 
 
 def _evaluate(expression: str, sizes: Mapping[str, int], value: ir.Value) -> int:
-    def walk(node: ast.AST) -> Any:
-        if isinstance(node, ast.Expression):
-            return walk(node.body)
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Name) and node.id in sizes:
-            return sizes[node.id]
-        if isinstance(node, ast.BinOp):
-            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
-        if isinstance(node, ast.UnaryOp):
-            return _OPERATORS[type(node.op)](walk(node.operand))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return _FUNCTIONS[node.func.id](*map(walk, node.args))
-        raise GateError(f"value {value.name!r} has a shape that is not known from the inputs: {expression}")
-
-    return int(walk(ast.parse(expression, mode="eval")))
+    try:
+        return evaluate(expression, sizes)
+    except InputError:
+        raise GateError(f"value {value.name!r} has a shape that is not known from the inputs: {expression}") from None
 
 
 def graph_cost(model: ir.Model, sizes: Mapping[str, int]) -> Cost:

@@ -69,7 +69,13 @@ class Graph:
         try:
             yield self.model
         finally:
-            del self.model.graph.outputs[kept:]
+            _drop_outputs(self.model, kept)
+
+
+def _drop_outputs(model: ir.Model, kept: int) -> None:
+    """Keep the first outputs only. One by one: a deleted slice stays marked as output, and loses its shape when saved."""
+    while len(model.graph.outputs) > kept:
+        model.graph.outputs.pop()
 
 
 class Boundary(nn.Module):
@@ -151,7 +157,7 @@ def export_graph(
     graph = _to_onnx(program, list(inputs), [*names, *tap_names])
     _name_axes(graph, axes)
     taps = dict(zip([name.removeprefix(inside) for name in tap_names], graph.graph.outputs[len(names) :], strict=True))
-    del graph.graph.outputs[len(names) :]
+    _drop_outputs(graph, len(names))
     norms = [name.removeprefix(inside) for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
     return _tidy(Graph(graph, names, taps, norms, mixers), prefix=f"model.{inside}".rstrip("."))
 
@@ -185,8 +191,8 @@ def export_pass(step: Pass, split: Split, mixers: list[str]) -> Graph:
     model = _to_onnx(program, step.inputs, step.outputs)
     kept = len(step.outputs) - len(step.taps)
     taps = dict(zip(step.taps, model.graph.outputs[kept:], strict=True))
-    del model.graph.outputs[kept:]
-    return _tidy(Graph(model, step.outputs[:kept], taps, mixers=mixers), prefix="")
+    _drop_outputs(model, kept)
+    return _tidy(Graph(model, step.outputs[:kept], taps, mixers=mixers), prefix="model")
 
 
 def _pass_input(name: str, split: Split) -> Tensor:

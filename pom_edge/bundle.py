@@ -141,6 +141,8 @@ class Artifact(_Model):
     token_axes: dict[str, int] = Field(default_factory=dict)  # recurrent: of inputs and outputs; -1: no row for each token
     frames: bool = False  # recurrent: a chunk is a frame, whose tokens see all of it
     stream: StreamSpec | None = None
+    # for each graph, what it asks of the runtime's arena in order ("+3 4*batch*tokens*768", "-3"); None: not known
+    arena: list[list[str] | None] = Field(default_factory=list)
     ragged: bool = False  # recurrent: an input "mask" says which tokens of a chunk are real
     notes: list[str] = Field(default_factory=list)
     verified: str

@@ -31,6 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Bundle = Annotated[Path, typer.Argument(help="A .pom bundle.", show_default=False)]
 Runtime = Annotated[str, typer.Option(help="Runtime that executes the artifact.")]
 Artifact = Annotated[str | None, typer.Option(help="File name of the artifact, when the bundle holds several.")]
+Spill = Annotated[Path | None, typer.Option(help="Streamed: folder for the tokens between passes (default: in memory).")]
 Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; default: its own choice.", min=1)]
 
 
@@ -202,35 +203,89 @@ def run(
     output_file: Annotated[Path, typer.Option("--output", help="Where the outputs go, in the same formats.")],
     runtime: Runtime = "ort",
     artifact: Artifact = None,
+    spill: Spill = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Run one artifact on inputs from a file."""
+    """Run one artifact on inputs from a file. Streamed and spilled, .npy files are read and written in pieces."""
     import time
 
     import numpy as np
 
     from pom_edge.arrays import read_arrays, write_arrays
+    from pom_edge.console import TokenProgress
     from pom_edge.runtimes import open_session
 
-    inputs = read_arrays(input_file)
     _check_output(output_file, input_file, bundle)
+    if spill is not None and input_file.suffix == output_file.suffix == ".npy":
+        with open_session(bundle, runtime=runtime, artifact=artifact, threads=threads, spill=spill) as session:
+            start = time.perf_counter()
+            with TokenProgress(quiet=as_json) as progress:
+                session.progress = progress.update
+                shapes = session.run_file(input_file, output_file)
+        _say_run(output_file, shapes, time.perf_counter() - start, as_json)
+        return
+    inputs = read_arrays(input_file)
     for name, array in inputs.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             print(f"warning: input {name!r} contains NaN or infinity", file=sys.stderr)
-    with open_session(bundle, runtime=runtime, artifact=artifact, threads=threads) as session:
+    with open_session(bundle, runtime=runtime, artifact=artifact, threads=threads, spill=spill) as session:
         if input_file.suffix == ".npy":  # its array has no name
             inputs = {session.inputs[0].name: inputs["x"]}
         start = time.perf_counter()
-        outputs = session.run_named(inputs)
+        with TokenProgress(quiet=as_json or session.artifact.stream is None) as progress:
+            session.progress = progress.update
+            outputs = session.run_named(inputs)
         seconds = time.perf_counter() - start
     write_arrays(output_file, outputs)
-    shapes = {name: list(array.shape) for name, array in outputs.items()}
+    _say_run(output_file, {name: list(array.shape) for name, array in outputs.items()}, seconds, as_json)
+
+
+def _say_run(output_file: Path, shapes: dict[str, list[int]], seconds: float, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"output": str(output_file), "outputs": shapes, "seconds": seconds}, indent=2))
     else:
         listed = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
         print(f"{output_file}: {listed} ({1e3 * seconds:.1f} ms)")
+
+
+@app.command()
+@_reported
+def memory(
+    bundle: Bundle,
+    tokens: Annotated[int, typer.Option(help="Tokens of the run (recurrent: of a chunk).", min=1)],
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    budget: Annotated[str | None, typer.Option(help="Bytes of the whole process: 512MiB, 500MB.")] = None,
+    enforce: Annotated[bool, typer.Option("--enforce", help="Run under a limit of the system at the budget (Linux).")] = False,
+    spill: Spill = None,
+    runtime: Runtime = "ort",
+    artifact: Artifact = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Predict and measure the memory of one run on random inputs; exit 1 over the budget."""
+    from pom_edge.console import print_memory
+    from pom_edge.runtimes.memory import check_budget, parse_size
+
+    if enforce and budget is None:
+        raise InputError("--enforce needs --budget SIZE, the limit to run under")
+    report = check_budget(
+        bundle,
+        tokens,
+        batch,
+        budget=None if budget is None else parse_size(budget, "--budget"),
+        enforce=enforce,
+        artifact=artifact,
+        runtime=runtime,
+        spill=None if spill is None else str(spill),
+        threads=threads,
+    )
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_memory(report)
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @app.command()

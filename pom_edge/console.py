@@ -9,14 +9,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.status import Status
 from rich.table import Table
 
 if TYPE_CHECKING:
     from pom_edge.pipeline import ExportReport
     from pom_edge.runtimes.checking import CheckReport
+    from pom_edge.runtimes.memory import MemoryReport
 
-__all__ = ["Progress", "print_check", "print_doctor", "print_export", "print_info"]
+__all__ = ["Progress", "TokenProgress", "print_check", "print_doctor", "print_export", "print_info", "print_memory"]
 
 
 class Progress:
@@ -44,6 +47,59 @@ class Progress:
             self._status.update(name)
         elif not self._quiet:
             print(f"[{time.perf_counter() - self._start:6.1f} s] {name}", file=sys.stderr, flush=True)
+
+
+class TokenProgress:
+    """Tokens a second and the time that is left: a bar on a terminal, a line each tenth elsewhere, nothing when quiet."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = Console(stderr=True)
+        self._quiet, self._said = quiet, 0
+        self._bar: Bar | None = None
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> TokenProgress:
+        if not self._quiet and self._console.is_terminal:
+            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=self._console)
+            self._task = self._bar.add_task("", rate="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """So many of all tokens are done, counted over all passes."""
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        rate = f"{done / seconds:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, rate=rate)
+        elif not self._quiet and done * 10 // total > self._said:
+            self._said = done * 10 // total
+            left = seconds * (total - done) / done
+            print(
+                f"[{seconds:6.1f} s] {done:,} of {total:,} token passes, {rate}, {left:.0f} s left", file=sys.stderr, flush=True
+            )
+
+
+def print_memory(report: MemoryReport) -> None:
+    """Prediction beside measurement, line by line."""
+    table = Table(title=f"{report.file}: {report.tokens:,} tokens, batch {report.batch}", title_justify="left")
+    for name in ("", "predicted", "measured"):
+        table.add_column(name, justify="left" if not name else "right")
+    found = report.to_dict()
+    for name in ("runtime", "weights", "io", "activations", "total"):
+        measured = found["measured_bytes"]
+        table.add_row(
+            name, human_bytes(found["predicted_bytes"][name]), human_bytes(measured[name]) if measured else "not measured"
+        )
+    _console().print(table)
+    if report.exceeded:
+        print(f"stopped by the system's limit (RLIMIT_DATA): {report.exceeded}")
+    if report.budget is not None:
+        print(f"{'within' if report.passed else 'over'} the budget of {human_bytes(report.budget)} for the whole process")
 
 
 def _console() -> Console:

@@ -265,6 +265,7 @@ def _check_arguments(model: Any, example_inputs: Any) -> None:
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The steps after reading; see the module's docstring."""
+    from pom_edge.export.arena import arena_plan
     from pom_edge.export.golden import record, store
     from pom_edge.export.inputs import Extent, check_example
 
@@ -301,6 +302,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             verified="onnxruntime (CPU)",
             parity=parity,
             **made.fields(),
+            arena=[arena_plan(folder / file) for file in files if file.endswith(".onnx")],
         )
         golden, entries = store(cases)
         fields = {

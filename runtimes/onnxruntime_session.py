@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,17 @@ from pom_edge.runtimes.session import Session
 PROVIDER = "CPUExecutionProvider"
 
 __all__ = ["OnnxRuntimeSession", "native_session"]
+
+
+@functools.cache
+def _register_arena() -> None:
+    """One arena for all sessions of this process: each would keep a peak of its own otherwise.
+
+    It grows by what is asked for, not to the next power of two.
+    """
+    ort = require("onnxruntime", "export")
+    place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    ort.create_and_register_allocator(place, ort.OrtArenaCfg({"arena_extend_strategy": 1}))
 
 
 def native_session(model: str | bytes, threads: int | None = None, weights_folder: Path | None = None) -> Any:
@@ -33,6 +45,8 @@ def native_session(model: str | bytes, threads: int | None = None, weights_folde
     ort = require("onnxruntime", "export")
     options = ort.SessionOptions()
     options.enable_mem_pattern = False
+    _register_arena()
+    options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4  # errors arrive as exceptions, with our message
     if threads is not None:
         options.intra_op_num_threads = threads

@@ -1,0 +1,77 @@
+"""What a graph asks of ONNX Runtime's arena, in order: the formula from which memory is predicted for any size.
+
+Read off the graph as the runtime has optimised it (fused operators need fewer tensors), in the order in which it runs:
+
+    +3 4*batch*tokens*768     tensor 3 is made
+    -3                        nobody needs it any more
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import onnx
+import onnxruntime
+
+# The output is the input's memory under another shape.
+_ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+
+__all__ = ["arena_plan"]
+
+
+def arena_plan(path: Path) -> list[str] | None:
+    """Events of one run of an ONNX file; None where a tensor's size is not known from the inputs.
+
+    Outputs of the graph are kept to the end.
+    """
+    graph = _optimised(path).graph
+    infos = {info.name: info for info in (*graph.value_info, *graph.output)}
+    users: dict[str, int] = {}
+    for name in (*(name for node in graph.node for name in node.input), *(output.name for output in graph.output)):
+        users[name] = users.get(name, 0) + 1
+    events: list[str] = []
+    owner: dict[str, int] = {}
+    left: list[int] = []
+    for node in graph.node:
+        made = []
+        for name in filter(None, node.output):
+            if node.op_type in _ALIASES and node.input[0] in owner:
+                owner[name] = owner[node.input[0]]
+            else:
+                size = _bytes(infos.get(name))
+                if size is None:
+                    return None
+                owner[name] = len(left)
+                left.append(0)
+                events.append(f"+{owner[name]} {size}")
+            left[owner[name]] += users.get(name, 0)
+            made.append(owner[name])
+        for name in node.input:
+            if name in owner:
+                left[owner[name]] -= 1
+        touched = {*made, *(owner[name] for name in node.input if name in owner)}
+        events += [f"-{index}" for index in sorted(touched) if left[index] == 0]
+    return events
+
+
+def _optimised(path: Path) -> onnx.ModelProto:
+    with tempfile.TemporaryDirectory() as folder:
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(Path(folder) / "optimised.onnx")
+        options.log_severity_level = 4
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        model = onnx.load(options.optimized_model_filepath, load_external_data=False)
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)  # fusions make tensors of their own, without a shape
+
+
+def _bytes(info: onnx.ValueInfoProto | None) -> str | None:
+    if info is None or not info.type.tensor_type.HasField("shape"):
+        return None
+    tensor = info.type.tensor_type
+    factors = [str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).itemsize)]
+    for dim in tensor.shape.dim:
+        if not dim.dim_param and not dim.HasField("dim_value"):
+            return None
+        factors.append(f"({dim.dim_param})" if dim.dim_param else str(dim.dim_value))
+    return "*".join(factors)
