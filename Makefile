@@ -18,6 +18,8 @@ demo: venv
 	mkdir -p build
 	$(BIN)/pom-export demos/digits/model.pt --out build/digits.pom --overwrite
 	$(BIN)/python demos/digits/run.py build/digits.pom
+	$(BIN)/pom-export demos/text/model.pt --form recurrent --out build/text.pom --overwrite
+	$(BIN)/python demos/text/run.py build/text.pom
 
 lint: venv
 	$(BIN)/ruff check .

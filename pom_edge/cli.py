@@ -124,7 +124,9 @@ def export_command(
     model: Annotated[Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2", show_default=False)],
     target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[list[str] | None, typer.Option(help="fp32 (repeatable).  [default: fp32]")] = None,
-    form: Annotated[str, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).")] = "parallel",
+    form: Annotated[
+        str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
+    ] = None,
     tokens: Annotated[str | None, typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it; default: free.")] = None,
     batch: Annotated[str | None, typer.Option(help="N or MIN:OPT:MAX; default: free.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Streamed: tokens of a chunk.  [default: measured]")] = None,
@@ -136,6 +138,9 @@ def export_command(
     clamp: Annotated[float | None, typer.Option(help="Published layers: upper bound of the activation (6, or 1).")] = None,
     unsafe_pickle: Annotated[bool, typer.Option("--unsafe-pickle", help="Load a pickled module: runs code from it.")] = False,
     snr: Annotated[float | None, typer.Option(help="Raise the parity gate to this many dB.")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: Json = False,
@@ -144,6 +149,7 @@ def export_command(
     """Export a trained model to a bundle of verified artifacts."""
     from pom_edge.console import Progress, print_export
     from pom_edge.pipeline import ExportOptions, export_file, load_torch
+    from pom_edge.runtimes.memory import parse_size
 
     load_torch()
     options = ExportOptions(
@@ -161,6 +167,7 @@ def export_command(
         clamp=clamp,
         unsafe_pickle=unsafe_pickle,
         snr_db=snr,
+        memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         overwrite=overwrite,
     )
     # what a factory or a library prints does not belong into the JSON

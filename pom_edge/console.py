@@ -86,7 +86,8 @@ class TokenProgress:
 
 def print_memory(report: MemoryReport) -> None:
     """Prediction beside measurement, line by line."""
-    table = Table(title=f"{report.file}: {report.tokens:,} tokens, batch {report.batch}", title_justify="left")
+    print(f"{report.file}: {report.tokens:,} tokens, batch {report.batch}")
+    table = Table()
     for name in ("", "predicted", "measured"):
         table.add_column(name, justify="left" if not name else "right")
     found = report.to_dict()

@@ -26,7 +26,7 @@ from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundl
 from pom_edge.errors import GateError, InputError, PomError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
-from pom_edge.runtimes.memory import measure_peak
+from pom_edge.runtimes.memory import Prediction, measure_peak, predict
 from pom_edge.runtimes.parity import (
     GATES_DB,
     MAX_SNR_DB,
@@ -57,6 +57,7 @@ FORMS = ("parallel", "recurrent", "streamed")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
+SMALLER_CHUNKS = (None, 512, 256, 128, 64)  # within a budget: the fastest, then smaller ones
 MEASURED = "chunk "  # how a note begins that says what was measured here: it would make two exports of one model differ
 Step = Callable[[str], None]
 
@@ -69,7 +70,7 @@ class ExportOptions:
 
     targets: Sequence[str] = ("onnx",)
     precisions: Sequence[str] = ("fp32",)
-    form: str = "parallel"
+    form: str | None = None
     tokens: str | int | None = None
     batch: str | int | None = None
     chunk: int | None = None
@@ -81,6 +82,7 @@ class ExportOptions:
     clamp: float | None = None
     unsafe_pickle: bool = False
     snr_db: float | None = None
+    memory_budget: int | None = None
     overwrite: bool = False
 
     def check(self) -> None:
@@ -92,13 +94,15 @@ class ExportOptions:
         for what, asked, known in (
             ("target", self.targets, TARGETS),
             ("precision", self.precisions, PRECISIONS),
-            ("form", [self.form], FORMS),
+            ("form", [self.form or FORMS[0]], FORMS),
         ):
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
         if self.chunk is not None and (self.form != "streamed" or self.chunk < 1):
             raise InputError(f"--chunk is {self.chunk}; expected at least 1, and --form streamed")
+        if self.memory_budget is not None and self.tokens is None:
+            raise InputError("--memory-budget needs --tokens N: memory is that of a run of some length")
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
         if self.snr_db is not None and not GATES_DB["fp32"] <= self.snr_db <= MAX_SNR_DB:
@@ -191,7 +195,7 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 
     step = progress or (lambda _: None)
     step(f"read {path.name}")
-    return export_subject(subject_from_file(path, options), options, out, step)
+    return export_in_budget(subject_from_file(path, options), options, out, step)
 
 
 def export_bundle(
@@ -237,7 +241,7 @@ def export_bundle(
 
     modes = {module: module.training for module in model.modules()}
     try:
-        return export_subject(subject_from_model(model, made), made, Path(out), progress or (lambda _: None))
+        return export_in_budget(subject_from_model(model, made), made, Path(out), progress or (lambda _: None))
     finally:
         for module, training in modes.items():  # traced in eval mode; the caller may be in the middle of a training
             module.training = training
@@ -261,6 +265,49 @@ def _check_arguments(model: Any, example_inputs: Any) -> None:
             "arguments, "
             'for example {"x": x}'
         )
+
+
+def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
+    """The form that was asked for; with a memory budget the first form and chunk whose prediction keeps it.
+
+    Raises:
+        GateError: none does; names the smallest budget that would.
+    """
+    if options.memory_budget is None:
+        return export_subject(subject, dataclasses.replace(options, form=options.form or FORMS[0]), out, step)
+    forms = [options.form] if options.form else ["parallel", "streamed"]
+    tried: list[_OverBudgetError] = []
+    for form in forms:
+        for chunk in SMALLER_CHUNKS if form == "streamed" and options.chunk is None else [options.chunk]:
+            try:
+                return export_subject(subject, dataclasses.replace(options, form=form, chunk=chunk), out, step)
+            except _OverBudgetError as error:
+                if options.memory_budget < error.prediction.runtime:
+                    raise InputError(
+                        f"--memory-budget is {options.memory_budget / 2**20:.1f} MiB, and the runtime alone takes "
+                        f"{error.prediction.runtime / 2**20:.1f} MiB; no form can keep it"
+                    ) from error
+                tried.append(error)
+                step(str(error))
+            except InputError as error:
+                if not tried:
+                    raise
+                step(f"no {form} form: {error}")  # the next best is to say what the other would take
+                break
+    least = min(tried, key=lambda error: error.total)
+    raise GateError(
+        f"no form keeps the budget of {options.memory_budget / 2**20:.1f} MiB; the smallest is {least.total / 2**20:.1f} "
+        f"MiB: {least}"
+    )
+
+
+class _OverBudgetError(GateError):
+    """A form's prediction is over the budget."""
+
+    def __init__(self, form: str, prediction: Prediction) -> None:
+        self.prediction, self.total = prediction, prediction.total
+        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in prediction.to_dict().items() if name != "total")
+        super().__init__(f"{form} takes {self.total / 2**20:.1f} MiB ({parts})")
 
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
@@ -319,6 +366,12 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             "golden": entries,
         }
         finish_bundle(folder, fields, golden)
+        if options.memory_budget is not None:
+            step("predict its memory")
+            prediction = predict(folder, tokens.maximum or tokens.minimum, batch.maximum or 1)
+            if prediction.total > options.memory_budget:
+                raise _OverBudgetError(f"{plan.form}{f' in chunks of {made.chunk}' if made.chunk else ''}", prediction)
+            notes.append(f"memory predicted: {prediction.total / 2**20:.1f} MiB of {options.memory_budget / 2**20:.1f} MiB")
         step("check the bundle")
         run_ms, run_inputs, memory = _check_bundle(folder, step)
     report = ArtifactReport(

@@ -11,7 +11,9 @@ from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError, require
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import Metrics, measure, worst
-from pom_edge.runtimes.stepping import is_state, run_case
+from pom_edge.runtimes.stepping import Execute, is_state, run_case
+from pom_edge.runtimes.streamed import run_passes, token_sources
+from pom_edge.runtimes.tokens import Buffer
 
 __all__ = ["first_divergence", "open_tapped"]
 
@@ -44,13 +46,32 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
         MissingExtraError: the onnx package is not installed.
     """
     cases = [(case, inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps]
-    if not cases or not artifact.mixers:
+    names = list(artifact.mixers) if artifact.stream is None else [n for step in artifact.stream.passes for n in step.mixers]
+    if not cases or not names:
         raise InputError(f"{artifact.file} recorded no layers (a bare layer or a .pt2 program has none inside)")
-    found: dict[str, list[Metrics]] = {name: [] for name in artifact.mixers}
-    states = {spec.name: spec.name for spec in artifact.outputs if is_state(spec.name)}
-    execute = open_tapped(bundle.path / artifact.file, artifact.mixers | states)
+    found: dict[str, list[Metrics]] = {name: [] for name in names}
+    execute = _tapped(bundle, artifact)
     for case, inputs, reference in cases:
         value = run_case(execute, artifact, case, inputs)
-        for name in artifact.mixers:
+        for name in names:
             found[name].append(measure(reference[name], value[name]))
     return {name: worst(metrics) for name, metrics in found.items()}
+
+
+def _tapped(bundle: Bundle, artifact: Artifact) -> Execute:
+    """The artifact with its mixers' outputs, whatever its form."""
+    stream = artifact.stream
+    if stream is None:
+        states = {spec.name: spec.name for spec in artifact.outputs if is_state(spec.name)}
+        return open_tapped(bundle.path / artifact.file, artifact.mixers | states)
+    executes = []
+    for step in stream.passes:
+        own = {name: name for name in (*step.stores, *(each.name for each in step.sums), *step.results)}
+        executes.append(open_tapped(bundle.path / step.file, own | step.mixers))
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        rows, rest, tokens = token_sources(stream, inputs)
+        with Buffer() as buffer:
+            return run_passes(stream, executes, rows, rest, tokens, buffer)
+
+    return run

@@ -39,6 +39,7 @@ from pom_edge.runtimes.session import open_session, select_artifact
 from pom_edge.runtimes.stepping import is_state
 
 SAMPLE_SECONDS = 1e-3
+SPARE_THREADS = 1  # the sampler's stack of 8 MiB is reserved, and hardly used
 NATIVE = {"ort": "onnxruntime"}  # runtime -> module whose import belongs to the base, not to the model
 
 __all__ = [
@@ -477,13 +478,13 @@ def _measure(job: dict[str, Any]) -> PeakMemory:
     if job["runtime"] in NATIVE:
         importlib.import_module(NATIVE[job["runtime"]])
     base = _status_bytes("RssAnon")
-    if job.get("limit"):
-        _limit(job["limit"])
     with open_session(job["bundle"], job["runtime"], job["artifact"], job["threads"], job.get("spill")) as session:
         loaded = _status_bytes("RssAnon")
         if job["inputs"] is None:
             return PeakMemory(base, max(loaded - base, 0), 0, 0, loaded, _status_bytes("VmHWM"), 1)
         source = Path(job["inputs"])
+        if job.get("limit"):  # now that threads have their stacks and weights are loaded: see _limit
+            _limit(job["limit"])
         if job.get("spill") and source.suffix == ".npy" and len(session.inputs) == 1:
             with _Sampler() as sampler:
                 session.run_file(source, Path(job["spill"]) / f".pom-edge-output-{os.getpid()}.npy")
@@ -515,7 +516,10 @@ def _limit(total: int) -> None:
     """
     import resource
 
-    unused = _status_bytes("VmData") - _status_bytes("RssAnon")
+    taken = _status_bytes("RssAnon")
+    if taken > total:
+        raise InputError(f"opening the model takes {taken / 2**20:.1f} MiB already, more than the budget")
+    unused = _status_bytes("VmData") - taken + (SPARE_THREADS << 23)
     resource.setrlimit(resource.RLIMIT_DATA, (total + unused, total + unused))
 
 

