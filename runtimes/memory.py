@@ -180,9 +180,9 @@ def predict(
     if stream is None:
         activations = max(activations - outputs, 0)  # the runtime hands its own memory out as the answer
     else:
-        activations += max(_chunk_bytes(stream, step) for step in stream.passes)
+        # From files every chunk is an array of its own; in memory it is a part of what is there.
+        activations += max(_chunk_bytes(stream, step) for step in stream.passes) if spill else _stored_bytes(stream, tokens)
         io = 0 if spill else io
-        activations += 0 if spill else _stored_bytes(stream, tokens)
     return Prediction(opened["base_bytes"], opened["weights_bytes"], io, activations)
 
 
@@ -332,8 +332,8 @@ def _shapes(artifact: Artifact, specs: Sequence[TensorSpec], sizes: Mapping[str,
 
 
 def _chunk_bytes(stream: StreamSpec, step: PassSpec) -> int:
-    """The arrays around one run of a pass."""
-    names = {*step.inputs, *step.stores, *step.results} & stream.shapes.keys()
+    """The arrays that go into one run of a pass; what comes out is the runtime's own memory."""
+    names = {*step.inputs} & stream.shapes.keys()
     return sum(math.prod(stream.shapes[name]) * np.dtype(stream.dtypes[name]).itemsize for name in names)
 
 

@@ -1,0 +1,105 @@
+"""Predicted beside measured memory for every form, and one mixer's peak at 65,536 tokens in each.
+
+python -m benchmarks.memory
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.published_form import PublishedForm
+from pom_edge import ModelConfig, PoM, build_model, export_bundle
+from pom_edge.bundle import MANIFEST, Bundle, seal, sha256_of
+from pom_edge.export.inputs import Extent, make_inputs, plan_axes
+from pom_edge.export.onnx_graph import export_graph, save_graph
+from pom_edge.runtimes.memory import make_arrays, measure_peak, predict
+
+MIB = 1 << 20
+
+
+def main() -> None:
+    """Print both tables."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        print("| form | model | N | batch | activations predicted / measured, MiB | ratio | total, MiB | ratio |")
+        print("|---|---|---|---|---|---|---|---|")
+        for name, model, options, sizes in _combinations():
+            out = Path(folder) / "a.pom"
+            export_bundle(model, out=out, overwrite=True, **options)
+            for tokens, batch in sizes:
+                _row(out, name, options, tokens, batch)
+        _one_mixer(Path(folder))
+
+
+def _combinations() -> Iterator[tuple[str, nn.Module, dict[str, Any], list[tuple[int, int]]]]:
+    example = {"example_inputs": {"x": torch.randn(1, 24, 64)}}
+    wide = build_model(ModelConfig("encoder", dim=384, depth=2, input_dim=64, n_sel_heads=6))
+    rotary = build_model(ModelConfig("encoder", dim=128, depth=2, input_dim=64, rotary="1d"))
+    text = build_model(ModelConfig("lm", dim=256, depth=2, vocab_size=256, n_sel_heads=8))
+    yield "encoder d384", wide, example, [(4096, 1), (16384, 1), (4096, 4)]
+    yield "rotary encoder d128", rotary, example, [(4096, 1), (16384, 1), (65536, 1)]
+    yield "causal mixer d128", PoM(128, 3, 2, n_sel_heads=4), {"mask": "causal"}, [(4096, 1), (16384, 1), (8192, 4)]
+    yield "mixer d384", PoM(384, 3, 2, n_sel_heads=6), {}, [(4096, 1), (16384, 1), (65536, 1)]
+    yield "language model d256", text, {"form": "recurrent"}, [(1, 1), (64, 1), (1024, 1), (4096, 1)]
+    for chunk in (512, 2048):
+        options = {**example, "form": "streamed", "chunk": chunk}
+        yield f"encoder d384, chunks of {chunk}", wide, options, [(4096, 1), (16384, 1), (65536, 1)]
+
+
+def _row(path: Path, name: str, options: dict[str, Any], tokens: int, batch: int) -> None:
+    predicted = predict(path, tokens, batch)
+    measured = measure_peak(path, None, make_arrays(Bundle.open(path).manifest.artifacts[0], tokens, batch))
+    assert measured is not None
+    activations, total = measured.activations_bytes, measured.total_bytes
+    ratio = f"{predicted.activations / activations:.2f}" if activations > MIB else "-"
+    columns = [
+        options.get("form", "parallel"),
+        name,
+        tokens,
+        batch,
+        f"{predicted.activations / MIB:.1f} / {activations / MIB:.1f}",
+        ratio,
+        f"{predicted.total / MIB:.1f} / {total / MIB:.1f}",
+        f"{predicted.total / total:.2f}",
+    ]
+    print(f"| {' | '.join(map(str, columns))} |", flush=True)
+
+
+def _one_mixer(folder: Path, tokens: int = 65536) -> None:
+    """d 384, degree 3, expand 2, 6 heads: the published form's export against ours."""
+    layer = PoM(384, 3, 2, n_sel_heads=6)
+    for name, options in (("parallel", {}), ("streamed", {"form": "streamed", "chunk": 1024})):
+        export_bundle(layer, out=folder / f"{name}.pom", **options)  # type: ignore[arg-type]
+        measured = measure_peak(folder / f"{name}.pom", None, {"x": np.zeros((1, tokens, 384), np.float32)})
+        assert measured is not None
+        print(f"one mixer, N {tokens}, {name}: activations {measured.activations_bytes / MIB:.0f} MiB")
+    published = PublishedForm(layer)
+    example = {"x": torch.randn(2, 24, 384)}
+    axes = plan_axes(example, Extent(), Extent())
+    graph = export_graph(published, [], make_inputs(example, axes, {"batch": 2, "tokens": 40}, 0), axes)
+    bundle = folder / "parallel.pom"  # the published form's graph in the place of ours, measured by the same code
+    save_graph(graph.model, bundle / "parallel.fp32.onnx", {})
+    print(f"one mixer, N {tokens}, published form: activations {_unchecked_peak(bundle, tokens) / MIB:.0f} MiB")
+
+
+def _unchecked_peak(bundle: Path, tokens: int) -> int:
+
+    content = json.loads((bundle / MANIFEST).read_text())
+    for entry in content["files"]:
+        entry["sha256"], entry["bytes"] = sha256_of(bundle / entry["path"]), (bundle / entry["path"]).stat().st_size
+    (bundle / MANIFEST).write_text(seal(content))
+    measured = measure_peak(bundle, None, {"x": np.zeros((1, tokens, 384), np.float32)})
+    assert measured is not None
+    return measured.activations_bytes
+
+
+if __name__ == "__main__":
+    main()
