@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from pom_edge.errors import InputError
 from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs, plan_axes
 from pom_edge.export.lowering import lower
+from pom_edge.export.onnx_graph import Boundary
 from pom_edge.export.recurrent import NEXT, STATE, make_recurrent
 from pom_edge.export.reference import Arrays, FrameSession, RaggedSession, Reference, TorchSession, named_outputs
+from pom_edge.export.streamed import StepCheck
 from pom_edge.mixer import CumulativePoM, PoM
 from pom_edge.runtimes.stepping import NO_AXIS, run_chunks
 
@@ -143,6 +145,27 @@ def recurrent(
         ragged=ragged,
         inside="model.",
     )
+
+
+def check_steps(plan: Plan) -> None:
+    """What a gate on some inputs cannot see: a mean over tokens or a count of them that does nothing on those inputs.
+
+    Raises:
+        InputError: the model of a recurrent plan mixes or counts tokens outside of its stepped layers.
+    """
+    axes: Axes = {}
+    example = dict(plan.example)
+    for name, tensor in plan.example.items():
+        axes[name] = list(tensor.shape)
+        if name in plan.token_axes:
+            axis = plan.token_axes[name]
+            axes[name][axis] = TOKENS
+            if tensor.shape[axis] == 1:  # torch.export bakes a length of 1 in
+                example[name] = tensor.repeat_interleave(2, axis)
+    boundary = Boundary(plan.model, [])
+    with torch.no_grad():
+        outputs = list(boundary.run(example)[0])
+    StepCheck(boundary, example, axes, outputs, ("SteppedMixer", "SteppedLocalAttention", "SteppedPositions"))
 
 
 def program(module: nn.Module, example: dict[str, Tensor], batch: Extent, tokens: Extent) -> Plan:

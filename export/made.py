@@ -231,7 +231,7 @@ class Passes(Made):
         return {
             **self.common_fields(),
             "inputs": [spec(name) for name in self.plan.axes],
-            "outputs": [spec(name) for step in self.split.passes for name in step.results],
+            "outputs": [spec(name) for name in self.split.results],
             "mixers": {},
             "stream": self.spec,
         }

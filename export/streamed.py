@@ -49,7 +49,7 @@ _VIEWS = {
 _COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _CHECKS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default)
 
-__all__ = ["OFFSET", "VALID", "Pass", "Reduction", "Split", "Splitter"]
+__all__ = ["OFFSET", "VALID", "Pass", "Reduction", "Split", "Splitter", "StepCheck"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Split:
     shapes: dict[str, tuple[int, ...]]
     token_axes: dict[str, int]
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    results: list[str] = field(default_factory=list)  # the model's outputs, in its own order
 
 
 def _trace(boundary: nn.Module, inputs: dict[str, Tensor], axes: Axes) -> tuple[fx.GraphModule, dict[fx.Node, str]]:
@@ -267,7 +268,7 @@ class Splitter:
             dtypes[name] = value.dtype
             if axis is not None:
                 axes[name] = axis
-        return Split(passes, shapes, axes, dtypes)
+        return Split(passes, shapes, axes, dtypes, [name for name, _ in self.results if name not in self.taps])
 
     def _cut(self, level: int) -> list[fx.Node]:
         """The narrowest set of token-wise values from which the passes after ``level`` can go on."""
@@ -400,6 +401,51 @@ class Splitter:
     def _length(self, node: fx.Node) -> int:
         value = node.meta["val"]
         return int(value.node.expr.subs(self.symbol, self.chunk)) if isinstance(value, torch.SymInt) else int(value)
+
+
+class StepCheck(Splitter):
+    """Whether a model in the recurrent form acts on one token at a time wherever its stepped layers do not.
+
+    Args:
+        boundary, inputs, axes, outputs: as of :class:`Splitter`; inputs with the state.
+        stepped: names of the classes that carry state.
+
+    Raises:
+        InputError: it does not; names the module and the operator.
+    """
+
+    def __init__(
+        self, boundary: nn.Module, inputs: dict[str, Tensor], axes: Axes, outputs: list[str], stepped: tuple[str, ...]
+    ) -> None:
+        self._stepped = stepped
+        super().__init__(boundary, inputs, axes, outputs, [])
+
+    def _label(self, node: fx.Node) -> None:
+        self.levels[node] = 0
+        stack = (node.meta.get("nn_module_stack") or {}).values()
+        if self.is_size(node) or node.op in ("placeholder", "get_attr"):
+            return
+        if any(str(kind).rpartition(".")[2].strip("'>") in self._stepped for _, kind in stack):
+            return
+        reading = [p for p in node.all_input_nodes if not self.is_size(p) and self.axis(p) is not None]
+        axis = self.axis(node)
+        if node.target in _COUNTING and axis is not None:
+            raise self._refusal(node, "counts the tokens of a chunk from 0")
+        last = node.target is aten.select.int and node.args[2] == -1
+        if reading and axis is None and _first(node) is not None and not last:
+            raise self._refusal(node, "does away with the token axis")
+        if axis is not None:
+            self._check_token_wise(node, axis, reading)
+
+    def _refusal(self, node: fx.Node, what: str) -> InputError:
+        path = _module_path(node)
+        return InputError(
+            f"{path + ': ' if path else ''}{node.name} {what}, so the model has no recurrent form: what it computes for a "
+            "token may "
+            "depend on that token alone, and on earlier ones through causal PoM or attention with a window (a mean, a "
+            "convolution "
+            "or a count over tokens does otherwise; --form parallel exports the model as it is)"
+        )
 
 
 class _Network:

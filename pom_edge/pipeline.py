@@ -421,6 +421,7 @@ def _plan(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
 
 def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Extent, step: Step) -> tuple[Made, list[str]]:
     """The graphs, and notes about how they were chosen."""
+    from pom_edge.export import forms
     from pom_edge.export.inputs import BATCH, TOKENS, Extent
     from pom_edge.export.made import Passes, Single, choose_chunk
     from pom_edge.export.onnx_graph import Boundary, export_graph, export_pass, export_program
@@ -430,6 +431,8 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         plan = _plan(subject, options, batch, tokens)
         if subject.program is not None:
             return Single(plan, export_program(subject.program, list(subject.example)), batch, tokens), []
+        if plan.form == "recurrent":
+            forms.check_steps(plan)
         extents = {BATCH: batch, TOKENS: tokens}
         graph = export_graph(plan.model, plan.mixers, plan.example, plan.axes, extents, plan.inside)
         return Single(plan, graph, batch, tokens), []
@@ -575,8 +578,9 @@ def _against(cases: list[Case], plan: Plan, execute: Execute) -> dict[str, Metri
 
 def _other_interaction(form: str, missed: dict[str, Metrics]) -> str:
     name, metrics = next(iter(missed.items()))
+    found = f"{metrics.nonfinite} NaN or infinity" if metrics.nonfinite else f"{metrics.snr_db:.1f} dB"
     return (
-        f"chunk by chunk the model computes something else ({name}: {metrics.snr_db:.1f} dB), so its tokens interact in "
+        f"chunk by chunk the model computes something else ({name}: {found}), so its tokens interact in "
         "another way than through PoM: an attention, a convolution or a mean over tokens, or positions that it counts from 0. "
         f"It has no {form} form; --form parallel exports it as it is"
     )

@@ -170,6 +170,7 @@ def predict(
         raise InputError(f"{chosen.file} carries no memory plan: the size of one of its tensors is not known from its inputs")
     opened = _in_fresh_process({**_job(path, artifact, runtime, threads), "inputs": None})
     sizes = free_sizes(chosen, tokens, batch)
+    spill = spill and _from_file_to_file(chosen)
     arena = Arena()
     for plan in chosen.arena:
         arena.run(plan or (), sizes)
@@ -280,7 +281,7 @@ def check_budget(
     measured, exceeded = None, None
     with tempfile.TemporaryDirectory(dir=spill) as folder:
         inputs: Any = arrays
-        if spill is not None and len(arrays) == 1:
+        if spill is not None and _from_file_to_file(chosen):
             inputs = Path(folder) / "inputs.npy"
             np.save(inputs, next(iter(arrays.values())))
         del arrays
@@ -294,7 +295,14 @@ def check_budget(
 
 
 def free_sizes(artifact: Artifact, tokens: int, batch: int) -> dict[str, int]:
-    """Lengths of all free axes of an artifact."""
+    """Lengths of all free axes of an artifact.
+
+    Raises:
+        InputError: its batch is fixed at another number.
+    """
+    fixed = artifact.inputs[0].shape[0]
+    if isinstance(fixed, int) and fixed != batch:
+        raise InputError(f"{artifact.file} takes batches of {fixed}, found --batch {batch}")
     names = {dim for spec in (*artifact.inputs, *artifact.outputs) for dim in spec.shape if isinstance(dim, str)}
     return {
         "batch": batch,
@@ -329,6 +337,16 @@ def _shapes(artifact: Artifact, specs: Sequence[TensorSpec], sizes: Mapping[str,
         if artifact.stream is not None and spec.name not in artifact.stream.token_axes:
             shape = artifact.stream.shapes.get(spec.name, shape)
         yield spec.name, spec.dtype, shape
+
+
+def _from_file_to_file(artifact: Artifact) -> bool:
+    """Whether inputs and outputs of a spilled run stay in files: one of each, with a row for each token."""
+    stream = artifact.stream
+    return (
+        stream is not None
+        and len(artifact.inputs) == len(artifact.outputs) == 1
+        and artifact.outputs[0].name in stream.token_axes
+    )
 
 
 def _chunk_bytes(stream: StreamSpec, step: PassSpec) -> int:
@@ -485,7 +503,7 @@ def _measure(job: dict[str, Any]) -> PeakMemory:
         source = Path(job["inputs"])
         if job.get("limit"):  # now that threads have their stacks and weights are loaded: see _limit
             _limit(job["limit"])
-        if job.get("spill") and source.suffix == ".npy" and len(session.inputs) == 1:
+        if job.get("spill") and source.suffix == ".npy":
             with _Sampler() as sampler:
                 session.run_file(source, Path(job["spill"]) / f".pom-edge-output-{os.getpid()}.npy")
             io_bytes = 0
@@ -548,6 +566,11 @@ def _main(argument: str) -> int:
         print(json.dumps(_measure(json.loads(argument)).to_dict()))
     except (InputError, MemoryError) as error:
         print(json.dumps({"error": str(error) or "not enough memory"}))
+        return InputError.exit_code
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):  # what Python says when there is no room for its stack
+            raise
+        print(json.dumps({"error": "not enough memory for another thread"}))
         return InputError.exit_code
     return 0
 

@@ -98,7 +98,8 @@ class Session(ABC):
         if stream is None:
             return self._run_graph(0, [spec.name for spec in self.artifact.outputs], validated)
         rows, rest, tokens = token_sources(stream, validated)
-        return self._run_passes(stream, rows, rest, tokens)
+        outputs = self._run_passes(stream, rows, rest, tokens)
+        return {spec.name: outputs[spec.name] for spec in self.artifact.outputs}  # in the model's order
 
     def run_file(self, source: Path, target: Path) -> dict[str, list[int]]:
         """Run on a ``.npy`` file of shape (1, tokens, ..) into another one, holding neither in memory: streamed form only.
@@ -164,7 +165,10 @@ class Session(ABC):
         if self._state is None:
             self._state = empty_state(self.artifact.inputs, self._batch(named))
         outputs = self.execute({**named, **self._state})
-        self._state = next_state(outputs)
+        following = next_state(outputs)
+        if not all(np.isfinite(array).all() for array in following.values()):
+            raise InputError("the chunk drives the state beyond what FP32 holds, where it would stay; the stream is unchanged")
+        self._state = following
         return _only({name: array for name, array in outputs.items() if not is_state(name)})
 
     def stream(self, chunks: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> Iterator[np.ndarray | dict[str, np.ndarray]]:
@@ -247,9 +251,9 @@ class Session(ABC):
 
     def _chunks(self, length: int) -> list[int]:
         """A sequence in the longest chunks that the artifact takes."""
-        name, axis = next((name, axis) for name, axis in self.artifact.token_axes.items() if axis >= 0)
-        spec = next(spec for spec in self.inputs if spec.name == name)
-        dim = spec.shape[axis]
+        axes = self.artifact.token_axes
+        spec = next(spec for spec in self.inputs if spec.name in axes)
+        dim = spec.shape[axes[spec.name]]
         low, high = (dim, dim) if isinstance(dim, int) else spec.bounds.get(dim, (1, None))
         if high is None or length <= high:
             high = length if self.artifact.frames else min(length, MAX_CHUNK, high or length)

@@ -110,7 +110,7 @@ def _chunk(
     start: int,
     count: int,
 ) -> Arrays:
-    """The inputs of a pass for the tokens from ``start``, padded with zeros to a whole chunk."""
+    """The inputs of a pass for the tokens from ``start``; the last token is repeated to fill a chunk."""
     feeds: Arrays = {}
     for name in step.inputs:
         if name == OFFSET:
@@ -124,7 +124,7 @@ def _chunk(
             values = (rows[name] if name in rows else stored[name]).read(start, count)
             if count < spec.chunk:
                 widths = [(0, spec.chunk - count if i == axis else 0) for i in range(values.ndim)]
-                values = np.pad(values, widths)
+                values = np.pad(values, widths, mode="edge")  # real tokens again: log(0) or 0/0 would spoil the sums
             feeds[name] = np.ascontiguousarray(values, dtype=spec.dtypes[name])
     return feeds
 

@@ -191,7 +191,9 @@ class NpySource:
             self.shape, columns, self.dtype = read(self._file)
         except (OSError, ValueError) as error:
             raise InputError(f"{path} cannot be read as .npy: {getattr(error, 'strerror', None) or error}") from error
-        if columns or self.dtype.hasobject or len(self.shape) < 2 or self.shape[0] != 1:
+        if columns and len(self.shape) > 1:
+            raise InputError(f"{path} is stored column by column (Fortran order); save numpy.ascontiguousarray(x)")
+        if self.dtype.hasobject or len(self.shape) < 2 or self.shape[0] != 1:
             raise InputError(
                 f"{path} holds {self.dtype} {self.shape}; a file that is read in chunks is (1, tokens, ..), numbers row by row"
             )

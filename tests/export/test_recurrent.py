@@ -311,13 +311,68 @@ class _Pooled(nn.Module):
         return y + self.norm(y.mean(1, keepdim=True))  # type: ignore[no-any-return]
 
 
+class _LateMean(_Pooled):
+    """On usual inputs the mean does nothing: no comparison would see it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x, causal=True) + (x.mean(1, keepdim=True) - 30.0).relu()  # type: ignore[no-any-return]
+
+
+class _LateCount(_Pooled):
+    def forward(self, x: Tensor) -> Tensor:
+        late = (torch.arange(x.shape[1]) >= 5000).float()[None, :, None]
+        return self.mixer(x, causal=True) + late  # type: ignore[no-any-return]
+
+
+class _First(_Pooled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x, causal=True) + x[:, 0].unsqueeze(1)  # type: ignore[no-any-return]
+
+
+class _Several(_Pooled):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.mixer(x, causal=True)
+        return {"logits": y, "hidden": self.norm(y), "last": y[:, -1]}
+
+
+def test_several_outputs_and_the_last_token_so_far(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = _Several().eval(), torch.randn(2, 12, 8)
+    path = export_bundle(model, form="recurrent", example_inputs={"x": x}, out=tmp_path / "a.pom").bundle
+    with open_session(path) as session, torch.no_grad():
+        expected, found = model(x), session.run(x.numpy())
+        assert isinstance(found, dict) and list(found) == ["y", "hidden", "last"]
+        for name, value in zip(found, expected.values(), strict=True):
+            assert snr_db(found[name], value.numpy()) > 110
+        for end in (5, 12):
+            step = session.step(x.numpy()[:, 0 if end == 5 else 5 : end])
+            assert isinstance(step, dict) and snr_db(step["last"], model(x[:, :end])["last"].numpy()) > 110
+
+
+def test_a_state_that_would_overflow_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = lively(PoM(8, 3, 2, clamp_max=None))
+    path = export_bundle(layer, form="recurrent", mask="causal", out=tmp_path / "a.pom").bundle
+    x = np.ones((1, 3, 8), np.float32)
+    with open_session(path) as session:
+        expected = session.step(x)
+        with pytest.raises(InputError, match="drives the state beyond what FP32 holds.*the stream is unchanged"):
+            session.step(x * np.float32(1e20))
+        assert session.tokens_seen == [3]
+        session.reset()
+        np.testing.assert_array_equal(session.step(x), expected)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
         (lambda: PoM(8, 2, 2), {}, "sees all tokens, later ones too.*--mask causal"),
         (lambda: _lm(blocks=("pom", "full"), n_heads=2), {}, r"blocks\.1\.mixer is an attention over all tokens"),
         (lambda: nn.Sequential(_Causal(PoM(8, 2, 2)), nn.TransformerEncoderLayer(8, 1)), "input", "attention over all tokens"),
-        (_Pooled, "x", "tokens interact in another way than through PoM"),
+        (_Pooled, "x", "mean does away with the token axis"),
+        (_LateMean, "x", "mean does away with the token axis"),
+        (_LateCount, "x", "arange counts the tokens of a chunk from 0"),
+        (_First, "x", "does away with the token axis"),
     ],
 )
 def test_models_without_a_recurrent_form(make: Any, options: Any, message: str, tmp_path: Path) -> None:

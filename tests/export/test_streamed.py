@@ -112,6 +112,30 @@ def test_masks_and_ids(tmp_path: Path) -> None:
             session.run(x.numpy(), mask=mask.numpy()[:, :80])
 
 
+class _LogAndPool(nn.Module):
+    """A padded token of zeros would be log(0); and the pooled output comes first, though it is finished last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = PoM(6, 2, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.mixer(x.abs().log()) + x
+        return y.mean(1), y
+
+
+def test_padding_is_a_token_and_outputs_keep_their_order(tmp_path: Path) -> None:
+    model = _lively(_LogAndPool())
+    example = {"x": torch.randn(1, 24, 6)}
+    path = export_bundle(model, form="streamed", chunk=8, example_inputs=example, out=tmp_path / "a.pom").bundle
+    x = torch.randn(1, 77, 6)
+    with open_session(path) as session, torch.no_grad():
+        found = session.run(x.numpy())
+        assert isinstance(found, dict) and list(found) == ["y", "output_1"]
+        for value, expected in zip(found.values(), model(x), strict=True):
+            assert snr_db(value, expected.numpy()) > 100
+
+
 class _FirstToken(nn.Module):
     def __init__(self) -> None:
         super().__init__()

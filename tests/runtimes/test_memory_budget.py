@@ -109,6 +109,11 @@ def test_a_limit_kills_what_exceeds_it_and_lets_pass_what_does_not(bundles: dict
     assert not list(tmp_path.iterdir())
 
 
+def test_a_batch_that_the_artifact_does_not_take(bundles: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match="takes batches of 1, found --batch 3"):
+        check_budget(bundles["streamed"], 100, 3)
+
+
 @linux
 def test_memory_on_the_command_line(bundles: dict[str, Path]) -> None:
     def run(*arguments: str) -> tuple[int, dict[str, object], str]:
