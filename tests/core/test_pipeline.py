@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pom_edge
 from pom_edge.bundle import MANIFEST, Bundle
 from pom_edge.errors import GateError, InputError
-from pom_edge.export import forms, lowering, onnx_graph
+from pom_edge.export import forms, lowering, made, onnx_graph
 from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle
@@ -111,7 +111,7 @@ def _wrong_weight(proto: onnx.ModelProto) -> None:
 def test_a_broken_graph(
     fresh: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[onnx.ModelProto], None]
 ) -> None:
-    monkeypatch.setattr(onnx_graph, "save_graph", _corrupt(change))
+    monkeypatch.setattr(made, "save_graph", _corrupt(change))
     with pytest.raises(GateError, match="the ONNX graph in ONNX Runtime is not the model: .*First stage that differs: onnx"):
         export_bundle(fresh, out=tmp_path / "a.pom")
     assert list(tmp_path.iterdir()) == []
@@ -346,7 +346,7 @@ def test_every_output_of_a_model_is_exported(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no option bogus; it takes batch, clamp"):
+    with pytest.raises(InputError, match=r"no option bogus; it takes batch, chunk, clamp"):
         export_bundle(_Random(), bogus=1, out=tmp_path / "a.pom")
     with pytest.raises(InputError, match=r"use example_inputs for example"):
         export_bundle(_Random(), example={}, out=tmp_path / "a.pom")
