@@ -22,13 +22,14 @@ from torch import nn
 if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from demos.command import exit_code
 from demos.digits.augment import augment
 from demos.digits.data import Split, fingerprint, read_digits, split_digits
 from demos.digits.images import CLASS_NAMES, MEAN, SIDE, STD, Digits, load_digits, model_input, preprocess
 from demos.digits.synthesise import photo_of
 from demos.training import parameter_groups, schedule_of
 from pom_edge.checkpoint import save_checkpoint
-from pom_edge.errors import InputError, PomError
+from pom_edge.errors import InputError
 from pom_edge.mixer import coefficient_penalty
 from pom_edge.models import ModelConfig, build_model
 
@@ -120,15 +121,7 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = _parser().parse_args(argv)
-    try:
-        _run(options)
-    except PomError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:

