@@ -439,7 +439,7 @@ def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, 
         files = [
             FileEntry(path=path.relative_to(folder).as_posix(), sha256=sha256_of(path), bytes=path.stat().st_size)
             for path in sorted(folder.rglob("*"))
-            if path.is_file()
+            if path.is_file() and path != folder / MANIFEST
         ]
         manifest = Manifest(**fields, files=files)
         (folder / MANIFEST).write_bytes(seal(manifest.model_dump(mode="json")).encode())

@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pom_edge.errors import CheckpointError, InputError
-from pom_edge.examples import call_named, load_example
+from pom_edge.examples import load_example
 from pom_edge.exchange import writing_errors
 from pom_edge.filecontent import Stored, pickled_module, read_content
 from pom_edge.fileformat import identify
+from pom_edge.imports import call_named
 from pom_edge.mixer import SETTINGS_KEY, CumulativePoM, PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.program import load_program

@@ -17,6 +17,7 @@ import typer
 
 from pom_edge.bundle import MANIFEST
 from pom_edge.errors import InputError, PomError
+from pom_edge.metric import Metric
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -138,6 +139,8 @@ def export_command(
     clamp: Annotated[float | None, typer.Option(help="Published layers: upper bound of the activation (6, or 1).")] = None,
     unsafe_pickle: Annotated[bool, typer.Option("--unsafe-pickle", help="Load a pickled module: runs code from it.")] = False,
     snr: Annotated[float | None, typer.Option(help="Raise the parity gate to this many dB.")] = None,
+    metric: Annotated[str | None, typer.Option(help="module:function(run) -> points of the task, compared too.")] = None,
+    max_drop: Annotated[float | None, typer.Option(help="Points that the metric may lose.  [default: 0.5]")] = None,
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
     ] = None,
@@ -167,6 +170,8 @@ def export_command(
         clamp=clamp,
         unsafe_pickle=unsafe_pickle,
         snr_db=snr,
+        metric=metric,
+        max_drop=max_drop,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         overwrite=overwrite,
     )
@@ -186,6 +191,8 @@ def check(
     runtime: Runtime = "ort",
     artifact: Artifact = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also compare every mixer; needs the onnx package.")] = False,
+    metric: Annotated[str | None, typer.Option(help="module:function(run) -> points; compared with PyTorch's.")] = None,
+    max_drop: Annotated[float | None, typer.Option(help="Points that the metric may lose.  [default: 0.5]")] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -193,7 +200,10 @@ def check(
     from pom_edge.console import print_check
     from pom_edge.runtimes.checking import check_bundle
 
-    report = check_bundle(bundle, runtime=runtime, artifact=artifact, layers=layers, threads=threads)
+    if max_drop is not None and metric is None:
+        raise InputError("--max-drop needs --metric module:function, whose points may drop")
+    task = None if metric is None else Metric.named(metric, max_drop)
+    report = check_bundle(bundle, runtime=runtime, artifact=artifact, layers=layers, threads=threads, metric=task)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

@@ -130,6 +130,8 @@ def print_export(report: ExportReport) -> None:
     console.print(table)
     for artifact in report.artifacts:
         print(f"memory (of the whole process) and time: one run of {artifact.run_inputs} in ONNX Runtime")
+        if (artifact.parity or {}).get("metric"):
+            print(say_metric((artifact.parity or {})["metric"]))
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for note in report.notes:
@@ -138,6 +140,15 @@ def print_export(report: ExportReport) -> None:
     print(f"exported in {report.seconds:.1f} s. Next:")
     print(f"  pom-edge check {bundle}")
     print(f"  pom-edge run {bundle} --input inputs.npz --output outputs.npz")
+
+
+def say_metric(entry: dict[str, Any]) -> str:
+    """A task metric before and after, in one line."""
+    verdict = "ok" if entry["passed"] else "FAILED"
+    return (
+        f"{entry['name']}: {entry['artifact']:g} points, PyTorch {entry['pytorch']:g}; "
+        f"lost {entry['drop']:g}, allowed {entry['max_drop']:g}: {verdict}"
+    )
 
 
 def print_check(report: CheckReport) -> None:
@@ -159,6 +170,8 @@ def print_check(report: CheckReport) -> None:
             )
     _console().print(table)
     for artifact in report.artifacts:
+        if artifact.metric is not None:
+            print(say_metric(artifact.metric))
         if artifact.diverges:
             print(f"first layer that diverges: {artifact.diverges}")
         for test in artifact.vacuous:

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from pom_edge.errors import CheckpointError
-from pom_edge.examples import import_path
 from pom_edge.fileformat import EXPECTED, identify
+from pom_edge.imports import import_path
 
 __all__ = ["Stored", "pickled_module", "read_content"]
 

@@ -25,6 +25,7 @@ import numpy as np
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.errors import GateError, InputError, PomError, require
 from pom_edge.exchange import writing_errors
+from pom_edge.metric import Metric, runner
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.memory import Prediction, measure_peak, predict
 from pom_edge.runtimes.parity import (
@@ -82,6 +83,8 @@ class ExportOptions:
     clamp: float | None = None
     unsafe_pickle: bool = False
     snr_db: float | None = None
+    metric: str | Callable[..., float] | None = None
+    max_drop: float | None = None
     memory_budget: int | None = None
     overwrite: bool = False
 
@@ -91,6 +94,8 @@ class ExportOptions:
         Raises:
             InputError: an unknown target, precision or form, with the list of known ones.
         """
+        if self.max_drop is not None and self.metric is None:
+            raise InputError("--max-drop needs --metric module:function, whose points may drop")
         for what, asked, known in (
             ("target", self.targets, TARGETS),
             ("precision", self.precisions, PRECISIONS),
@@ -317,6 +322,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     from pom_edge.export.inputs import Extent, check_example
 
     start = time.perf_counter()
+    metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     check_example(subject.example)
 
@@ -372,6 +378,10 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             if prediction.total > options.memory_budget:
                 raise _OverBudgetError(f"{plan.form}{f' in chunks of {made.chunk}' if made.chunk else ''}", prediction)
             notes.append(f"memory predicted: {prediction.total / 2**20:.1f} MiB of {options.memory_budget / 2**20:.1f} MiB")
+        if metric is not None:
+            step("measure the metric")
+            parity["metric"] = hold_metric(metric, folder, plan)
+            finish_bundle(folder, {**fields, "artifacts": [artifact.model_copy(update={"parity": parity})]}, golden)
         step("check the bundle")
         run_ms, run_inputs, memory = _check_bundle(folder, step)
     report = ArtifactReport(
@@ -514,6 +524,28 @@ def hold_gates(made: Made, folder: Path, cases: list[Case], gate_db: float) -> d
         "vacuity": [{"test": v.test, "caught": v.caught, "note": v.note} for v in vacuity],
         "passed": True,
     }
+
+
+def hold_metric(metric: Metric, folder: Path, plan: Plan) -> dict[str, Any]:
+    """The task metric of the bundle in ``folder`` beside PyTorch's.
+
+    Raises:
+        GateError: it drops further than it may, or is vacuous.
+    """
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in plan.example.items()}
+    model, zeros = (
+        runner(lambda inputs, part=part: plan.reference.run(inputs, part)[0], dtypes)  # type: ignore[misc]
+        for part in (None, "")
+    )
+    points = metric.reference(model, zeros)
+    with open_session(folder) as session:
+        entry = metric.compare(points, metric.of(session.run))
+    if not entry["passed"]:
+        raise GateError(
+            f"{metric.name} drops from {entry['pytorch']:g} to {entry['artifact']:g} points, more than {metric.max_drop:g}; "
+            "raise --max-drop, or choose a higher precision"
+        )
+    return entry
 
 
 def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: float) -> list[Vacuity]:

@@ -7,7 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pom_edge.errors import BundleError
+from pom_edge.errors import BundleError, InputError
+from pom_edge.metric import Metric
 from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, open_session
@@ -29,6 +30,7 @@ class ArtifactCheck:
     vacuity: list[Vacuity] = field(default_factory=list)
     diverges: str | None = None
     layers: dict[str, Metrics] = field(default_factory=dict)
+    metric: dict[str, Any] | None = None
 
     @property
     def vacuous(self) -> list[str]:
@@ -40,7 +42,8 @@ class ArtifactCheck:
         """Every output (and layer, if asked for) holds the gate, and the gate can fail."""
         values = [*self.outputs.values(), *self.layers.values()]
         proved = any(result.caught for result in self.vacuity)  # answers that are all zero prove nothing
-        return bool(self.outputs) and all(m.passes(self.gate_db) for m in values) and proved and not self.vacuous
+        task = self.metric is None or self.metric["passed"]
+        return bool(self.outputs) and all(m.passes(self.gate_db) for m in values) and proved and not self.vacuous and task
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -54,6 +57,7 @@ class ArtifactCheck:
             "vacuity": [{"test": v.test, "caught": v.caught, "note": v.note} for v in self.vacuity],
             "layers": {name: metrics.to_dict() for name, metrics in self.layers.items()},
             "diverges": self.diverges,
+            "metric": self.metric,
             "passed": self.passed,
         }
 
@@ -75,11 +79,17 @@ class CheckReport:
         return {"passed": self.passed, "artifacts": [artifact.to_dict() for artifact in self.artifacts]}
 
 
-def check_session(session: Session, layers: bool = False) -> CheckReport:
+def check_session(session: Session, layers: bool = False, metric: Metric | None = None) -> CheckReport:
     """Run every golden case through an open session.
+
+    Args:
+        session: of the artifact.
+        layers: compare every mixer too.
+        metric: compare its points with those that PyTorch had when the bundle was made.
 
     Raises:
         BundleError: the bundle carries no golden data.
+        InputError: the bundle does not know this metric of PyTorch.
     """
     gate_db = GATES_DB[session.artifact.precision]
     check = ArtifactCheck(session.artifact.file, session.runtime, session.artifact.precision, gate_db)
@@ -95,10 +105,23 @@ def check_session(session: Session, layers: bool = False) -> CheckReport:
         raise BundleError(f"{session.bundle.path.name} carries no golden data: nothing can be checked; export again")
     check.vacuity = summarise(check.vacuity)
     check.outputs = {name: worst(metrics) for name, metrics in found.items()}
+    if metric is not None:
+        check.metric = _compare_metric(metric, session)
     if layers:
         check.layers = first_divergence(session.bundle, session.artifact)
         check.diverges = next((name for name, m in check.layers.items() if not m.passes(gate_db)), None)
     return CheckReport(session.bundle.path.name, [check])
+
+
+def _compare_metric(metric: Metric, session: Session) -> dict[str, Any]:
+    known = (session.artifact.parity or {}).get("metric")
+    if known is None or known["name"] != metric.name:
+        found = known["name"] if known else "none"
+        raise InputError(
+            f"{session.bundle.path.name} does not know what PyTorch scores on {metric.name} (metric recorded: {found}); export "
+            f"with --metric {metric.name}, so that there is something to compare with"
+        )
+    return metric.compare(known["pytorch"], metric.of(session.run))
 
 
 def check_bundle(
@@ -107,7 +130,8 @@ def check_bundle(
     artifact: str | None = None,
     layers: bool = False,
     threads: int | None = None,
+    metric: Metric | None = None,
 ) -> CheckReport:
-    """Open and check a bundle; arguments as in :func:`pom_edge.runtimes.open_session`."""
+    """Open and check a bundle; arguments as in :func:`open_session` and :func:`check_session`."""
     with open_session(Path(path), runtime=runtime, artifact=artifact, threads=threads) as session:
-        return check_session(session, layers=layers)
+        return check_session(session, layers=layers, metric=metric)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from pom_edge.checkpoint import load_example
 from pom_edge.errors import InputError
-from pom_edge.examples import call_named, import_callable
+from pom_edge.imports import call_named, import_callable
 
 SOURCE = """
 import numpy as np
