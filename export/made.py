@@ -22,7 +22,7 @@ from pom_edge.bundle import PassSpec, StreamSpec, SumSpec, TensorSpec
 from pom_edge.export.forms import Plan
 from pom_edge.export.inputs import BATCH, TOKENS, Extent
 from pom_edge.export.lint import GraphContext, lint
-from pom_edge.export.onnx_graph import Graph, check_file, export_pass, save_graph, table_rows
+from pom_edge.export.onnx_graph import Graph, check_file, save_graph, table_rows, trace_pass, translate
 from pom_edge.export.reference import Arrays, TorchSession
 from pom_edge.export.streamed import OFFSET, VALID, Pass, Split, Splitter
 from pom_edge.runtimes.layers import open_tapped
@@ -248,7 +248,7 @@ def choose_chunk(splitter: Splitter) -> tuple[int, list[str]]:
         split = splitter.split(chunk)
         looped = [step for step in split.passes if step.looped]
         step = looped[len(looped) // 2]
-        graph = export_pass(step, split, [])
+        graph = translate(trace_pass(step, split, []))
         native = native_session(ir.to_proto(graph.model).SerializeToString())
         feeds = example_feeds(step, split)
         seconds = []

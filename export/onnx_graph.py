@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -35,12 +36,41 @@ __all__ = [
     "Boundary",
     "Graph",
     "check_file",
+    "Traced",
     "export_graph",
-    "export_pass",
-    "export_program",
     "save_graph",
     "table_rows",
+    "trace_graph",
+    "trace_pass",
+    "traced_program",
+    "translate",
 ]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model on its way to ONNX: quantization replaces the program and keeps the rest.
+
+    Attributes:
+        program: what is translated.
+        inputs, outputs: names of the graph's inputs and outputs, in order.
+        taps: module paths of the mixers whose outputs the program returns after its own.
+        axes: free axes by input name; None takes them as the program has them.
+        mixers, layer_norms: see :class:`Graph`.
+        prefix: module path of the model within what was traced.
+        arguments, dynamic_shapes: what was given to ``torch.export.export``, to trace a changed module again.
+    """
+
+    program: torch.export.ExportedProgram
+    inputs: list[str]
+    outputs: list[str]
+    taps: list[str] = field(default_factory=list)
+    axes: Axes | None = field(default_factory=dict)
+    mixers: list[str] = field(default_factory=list)
+    layer_norms: list[str] = field(default_factory=list)
+    prefix: str = ""
+    arguments: tuple[Any, ...] = ()
+    dynamic_shapes: Any = None
 
 
 @dataclass
@@ -97,15 +127,15 @@ class Boundary(nn.Module):
         return (*outputs.values(), *taps.values())
 
 
-def export_graph(
+def trace_graph(
     model: nn.Module,
     mixers: list[str],
     inputs: dict[str, Tensor],
     axes: Axes,
     extents: Mapping[str, Extent] | None = None,
     inside: str = "",
-) -> Graph:
-    """Trace a lowered model and turn it into ONNX.
+) -> Traced:
+    """Trace a lowered model.
 
     Args:
         model: as returned by :func:`pom_edge.export.lowering.lower`.
@@ -114,9 +144,6 @@ def export_graph(
         axes: free axes by name.
         inside: where in ``model`` the original is ("model."): its paths name mixers and nodes.
         extents: upper bounds of free axes, for models that limit their length (a table of positions).
-
-    Returns:
-        The graph, opset 18, standard domain.
 
     Raises:
         InputError: the model cannot be traced, with torch's reason and what can be done.
@@ -139,60 +166,82 @@ def export_graph(
     taken = sorted(set(names) & set(inputs))
     if taken:
         raise InputError(f"output {', '.join(taken)} of the model has the name of an input; a graph needs other names")
+    arguments: tuple[Any, ...] = (inputs,)
+    free: Any = {"inputs": dynamic}
     try:
-        with quiet(), torch.no_grad():
-            program = torch.export.export(
-                boundary,
-                (inputs,),
-                dynamic_shapes={"inputs": dynamic},
-                strict=False,
-                # Guards about the padding of the running sum hold by construction; as guards they would pin the token
-                # count, as assertions they are dropped. A model that does pin it fails the run at several sizes.
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+        program = trace(boundary, arguments, free)
     except InputError:
         raise
     except Exception as error:  # whatever a user's model can raise while traced
         raise InputError(_untraceable(error, axes)) from error
-    graph = _to_onnx(program, list(inputs), [*names, *tap_names])
-    _name_axes(graph, axes)
-    taps = dict(zip([name.removeprefix(inside) for name in tap_names], graph.graph.outputs[len(names) :], strict=True))
-    _drop_outputs(graph, len(names))
-    norms = [name.removeprefix(inside) for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-    return _tidy(Graph(graph, names, taps, norms, mixers), prefix=f"model.{inside}".rstrip("."))
+    return Traced(
+        program,
+        list(inputs),
+        names,
+        [name.removeprefix(inside) for name in tap_names],
+        axes,
+        mixers,
+        [name.removeprefix(inside) for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)],
+        f"model.{inside}".rstrip("."),
+        arguments,
+        free,
+    )
 
 
-def export_program(program: torch.export.ExportedProgram, input_names: list[str]) -> Graph:
-    """An ExportedProgram (``.pt2``) to ONNX as it is: no lowering, no taps.
-
-    Raises:
-        InputError: the program cannot be translated.
-    """
-    count = len(program.graph_signature.user_outputs)
-    names = ["y", *(f"output_{i}" for i in range(1, count))]
-    model = _to_onnx(program, input_names, names)
-    for value in model.graph.inputs:
-        if value.shape is not None and any(not isinstance(dim, int) for dim in value.shape):
-            _rename_symbols(
-                model, {str(dim): _axis_name(i, value) for i, dim in enumerate(value.shape) if not isinstance(dim, int)}
-            )
-    return _tidy(Graph(model, names), prefix="")
-
-
-def export_pass(step: Pass, split: Split, mixers: list[str]) -> Graph:
-    """One pass of the streamed form to ONNX: static shapes, inputs and outputs under the names of the split.
-
-    Raises:
-        InputError: it cannot be translated.
-    """
-    feeds = [_pass_input(name, split) for name in step.inputs]
+def trace(module: nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    """``torch.export.export`` with our settings."""
     with quiet(), torch.no_grad():
-        program = torch.export.export(step.module, tuple(feeds), strict=False)
-    model = _to_onnx(program, step.inputs, step.outputs)
+        return torch.export.export(
+            module,
+            arguments,
+            dynamic_shapes=dynamic_shapes,
+            strict=False,
+            # Guards about the padding of the running sum hold by construction; as guards they would pin the token
+            # count, as assertions they are dropped. A model that does pin it fails the run at several sizes.
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+
+
+def traced_program(program: torch.export.ExportedProgram, input_names: list[str]) -> Traced:
+    """An ExportedProgram (``.pt2``) as it is: no lowering, no taps."""
+    count = len(program.graph_signature.user_outputs)
+    return Traced(program, input_names, ["y", *(f"output_{i}" for i in range(1, count))], axes=None)
+
+
+def trace_pass(step: Pass, split: Split, mixers: list[str]) -> Traced:
+    """One pass of the streamed form: static shapes, inputs and outputs under the names of the split."""
+    feeds = tuple(_pass_input(name, split) for name in step.inputs)
     kept = len(step.outputs) - len(step.taps)
-    taps = dict(zip(step.taps, model.graph.outputs[kept:], strict=True))
+    return Traced(
+        trace(step.module, feeds, None),
+        step.inputs,
+        step.outputs[:kept],
+        list(step.taps),
+        mixers=mixers,
+        prefix="model",
+        arguments=feeds,
+    )
+
+
+def translate(traced: Traced) -> Graph:
+    """A traced model to ONNX: opset 18, standard domain, names that a reader recognises.
+
+    Raises:
+        InputError: torch.onnx cannot translate it.
+    """
+    model = _to_onnx(traced.program, traced.inputs, [*traced.outputs, *traced.taps])
+    if traced.axes is None:
+        for value in model.graph.inputs:
+            if value.shape is not None and any(not isinstance(dim, int) for dim in value.shape):
+                _rename_symbols(
+                    model, {str(dim): _axis_name(i, value) for i, dim in enumerate(value.shape) if not isinstance(dim, int)}
+                )
+    else:
+        _name_axes(model, traced.axes)
+    kept = len(traced.outputs)
+    taps = dict(zip(traced.taps, model.graph.outputs[kept:], strict=True))
     _drop_outputs(model, kept)
-    return _tidy(Graph(model, step.outputs[:kept], taps, mixers=mixers), prefix="model")
+    return _tidy(Graph(model, traced.outputs, taps, traced.layer_norms, traced.mixers), traced.prefix)
 
 
 def _pass_input(name: str, split: Split) -> Tensor:
@@ -293,6 +342,18 @@ def _module_path(node: ir.Node, prefix: str) -> str:
     if path == prefix:
         return ""
     return str(path).removeprefix(prefix + ".") if prefix else str(path)
+
+
+def export_graph(
+    model: nn.Module,
+    mixers: list[str],
+    inputs: dict[str, Tensor],
+    axes: Axes,
+    extents: Mapping[str, Extent] | None = None,
+    inside: str = "",
+) -> Graph:
+    """:func:`trace_graph` and :func:`translate`."""
+    return translate(trace_graph(model, mixers, inputs, axes, extents, inside))
 
 
 def save_graph(model: ir.Model, path: Path, metadata: dict[str, str]) -> list[str]:

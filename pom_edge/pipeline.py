@@ -434,18 +434,18 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
     from pom_edge.export import forms
     from pom_edge.export.inputs import BATCH, TOKENS, Extent
     from pom_edge.export.made import Passes, Single, choose_chunk
-    from pom_edge.export.onnx_graph import Boundary, export_graph, export_pass, export_program
+    from pom_edge.export.onnx_graph import Boundary, trace_graph, trace_pass, traced_program, translate
     from pom_edge.export.streamed import Splitter
 
     if options.form != "streamed":
         plan = _plan(subject, options, batch, tokens)
         if subject.program is not None:
-            return Single(plan, export_program(subject.program, list(subject.example)), batch, tokens), []
+            return Single(plan, translate(traced_program(subject.program, list(subject.example))), batch, tokens), []
         if plan.form == "recurrent":
             forms.check_steps(plan)
         extents = {BATCH: batch, TOKENS: tokens}
-        graph = export_graph(plan.model, plan.mixers, plan.example, plan.axes, extents, plan.inside)
-        return Single(plan, graph, batch, tokens), []
+        traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes, extents, plan.inside)
+        return Single(plan, translate(traced), batch, tokens), []
     batch = Extent(1, 1, 1) if options.batch is None else batch
     if not batch.fixed:
         raise InputError(f"--batch is {options.batch!r}; the passes of the streamed form have fixed shapes: give one number")
@@ -460,7 +460,7 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         chunk, notes = choose_chunk(splitter)
     step("translate the passes")
     split = splitter.split(chunk)
-    graphs = [export_pass(each, split, plan.mixers) for each in split.passes]
+    graphs = [translate(trace_pass(each, split, plan.mixers)) for each in split.passes]
     return Passes(plan, split, graphs, chunk, tokens), notes
 
 

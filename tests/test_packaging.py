@@ -22,9 +22,14 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"pom_edge": "pom_edge", "export": "pom_edge/export", "runtimes": "pom_edge/runtimes"}
+FOLDERS = {
+    "pom_edge": "pom_edge",
+    "export": "pom_edge/export",
+    "quantize": "pom_edge/quantize",
+    "runtimes": "pom_edge/runtimes",
+}
 HEAVY = ("torch", "onnx", "onnxruntime", "onnxscript", "transformers")
-LINKS = ("export", "runtimes")
+LINKS = ("export", "quantize", "runtimes")
 
 
 def _sources() -> set[str]:
@@ -150,7 +155,7 @@ def test_importing_pulls_nothing_heavy(tmp_path: Path) -> None:
 
 def test_the_bare_names_are_not_imported() -> None:
     """`import runtimes` beside `import pom_edge.runtimes` makes two classes of each: nothing here does."""
-    assert not set(sys.modules) & {"export", "runtimes"}
+    assert not set(sys.modules) & {"export", "quantize", "runtimes"}
 
 
 PUBLIC = {
