@@ -184,6 +184,16 @@ def rotate_channels(f: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2).flatten(1, 3)
 
 
+class Aggregate(nn.Module):
+    """Features to their mean over tokens. A module, so that every node of it carries its name: it stays in FP32."""
+
+    def forward(self, f: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """f (B, D, N), mask None, (B, N) or (B, T, N) -> (B, D, 1 or T)."""
+        if mask is not None and mask.ndim == 3:
+            return mean_per_query(f, mask)
+        return causal_mean(f, mask) if causal else mean_over_tokens(f, mask)
+
+
 class LoweredMixer(nn.Module):
     """A mixer rewritten for inference: same function, same arguments, fewer and cheaper operations.
 
@@ -199,6 +209,7 @@ class LoweredMixer(nn.Module):
     def __init__(self, mixer: Mixer) -> None:
         super().__init__()
         self.hidden = mixer.hidden
+        self.aggregate = Aggregate()
 
     def features(self, context: Tensor, turn: Turn | None) -> Tensor:
         """(B, N, d) -> (B, hidden, N)."""
@@ -229,13 +240,7 @@ class LoweredMixer(nn.Module):
         source = x if context is None else context
         turn = self.angles(positions, x)
         source_turn = turn if context is None and context_positions is None else self.angles(context_positions, source)
-        f = self.features(source, source_turn)
-        if mask is not None and mask.ndim == 3:
-            h = mean_per_query(f, mask)
-        elif causal:
-            h = causal_mean(f, mask)
-        else:
-            h = mean_over_tokens(f, mask)
+        h = self.aggregate(self.features(source, source_turn), mask, causal)
         return self.biased(self.readout(x, turn, h, pooled=not causal and (mask is None or mask.ndim == 2)))
 
     def step(self, *_: object, **__: object) -> None:

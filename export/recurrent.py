@@ -87,12 +87,32 @@ class Flow:
         return self._seen[:, -1]
 
 
+class RunningMean(nn.Module):
+    """The mean of all tokens so far, from the state's and the features of a chunk. Stays in FP32 by its name, see
+    :class:`pom_edge.export.lowering.Aggregate`."""
+
+    def forward(
+        self, f: Tensor, mean: Tensor, mean_low: Tensor, weights: Tensor | None, seen: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """f (B, D, T), state (B, 1, D) twice, weights (B, T), seen (B, T) -> h (B, D, 1 or T) and the next state."""
+        mean, low = mean.transpose(1, 2), mean_low.transpose(1, 2)  # (B, D, 1)
+        deviation = f - mean - low  # (B, D, T)
+        if weights is not None:
+            deviation = deviation * weights.unsqueeze(1)
+        count = seen.clamp(min=1).to(deviation.dtype).unsqueeze(1)  # (B, 1, T)
+        total = running_sum(deviation, STEP_BLOCK) if causal else deviation.sum(-1, keepdim=True)
+        shift = total / (count if causal else count[..., -1:]) + low
+        new_mean, new_low = two_sum(mean, shift[..., -1:])
+        return mean + shift, new_mean.transpose(1, 2), new_low.transpose(1, 2)
+
+
 class SteppedMixer(nn.Module):
     """A lowered mixer that goes on from a state."""
 
     def __init__(self, lowered: LoweredMixer, flow: Flow) -> None:
         super().__init__()
         self.lowered = lowered
+        self.aggregate = RunningMean()
         self.flow = [flow]  # in a list: no part of the module
 
     def forward(
@@ -127,20 +147,13 @@ class SteppedMixer(nn.Module):
         counted = positions is None and getattr(self.lowered, "tables", None) is not None
         turn = self.lowered.angles(flow.positions(x).unsqueeze(-1) if counted else positions, x, nonnegative=counted)
         state = flow.state(x, {"mean": (1, self.lowered.hidden), "mean_low": (1, self.lowered.hidden)})
-        mean, low = (state[name].transpose(1, 2) for name in ("mean", "mean_low"))  # (B, D, 1)
-        deviation = self.lowered.features(x, turn) - mean - low  # (B, D, T)
         weights = flow.admitted
         if mask is not None:
-            weights = mask.to(deviation.dtype) if weights is None else weights * mask
-        if weights is not None:
-            deviation = deviation * weights.unsqueeze(1)
-        seen = flow.seen(x).clamp(min=1).to(deviation.dtype).unsqueeze(1)  # (B, 1, T)
-        total = running_sum(deviation, STEP_BLOCK) if causal else deviation.sum(-1, keepdim=True)
-        shift = total / (seen if causal else seen[..., -1:]) + low
-        y = self.lowered.readout(x, turn, mean + shift, pooled=not causal)
-        new_mean, new_low = two_sum(mean, shift[..., -1:])
-        flow.next_states.append({"mean": new_mean.transpose(1, 2), "mean_low": new_low.transpose(1, 2)})
-        return self.lowered.biased(y)
+            weights = mask.to(x.dtype) if weights is None else weights * mask
+        features, seen = self.lowered.features(x, turn), flow.seen(x)
+        h, mean, low = self.aggregate(features, state["mean"], state["mean_low"], weights, seen, causal)
+        flow.next_states.append({"mean": mean, "mean_low": low})
+        return self.lowered.biased(self.lowered.readout(x, turn, h, pooled=not causal))
 
 
 class SteppedLocalAttention(nn.Module):
