@@ -22,19 +22,27 @@ from pom_edge.errors import InputError
 
 SPILL_PREFIX = ".pom-edge-spill-"
 
-__all__ = ["ArrayRows", "Buffer", "FileRows", "NpySink", "NpySource", "Rows", "Spill"]
+__all__ = ["ArrayRows", "Buffer", "FileRows", "NpySink", "NpySource", "Reader", "Rows", "Spill", "Writer"]
 
 
-class Rows(Protocol):
-    """One value for each token, to be read and written piece by piece."""
+class Reader(Protocol):
+    """One value for each token, to be read piece by piece."""
 
     def read(self, start: int, count: int) -> np.ndarray:
         """``count`` tokens from ``start``, along the token axis."""
         ...
 
+
+class Writer(Protocol):
+    """One value for each token, to be written piece by piece."""
+
     def write(self, start: int, values: np.ndarray) -> None:
         """Put tokens at ``start``."""
         ...
+
+
+class Rows(Reader, Writer, Protocol):
+    """One value for each token, to be written and read again."""
 
 
 class ArrayRows:
