@@ -295,7 +295,7 @@ def test_a_place_to_spill_that_is_none(rotary_pom: tuple[nn.Module, Path], encod
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Buffer(tmp_path) as buffer:
-        with pytest.raises(InputError, match=r"the tokens take \d+ MiB, and \d+ MiB are free"):
+        with pytest.raises(InputError, match=r"the tokens take [\d.]+ MiB, and [\d.]+ MiB are free"):
             buffer.rows(1 << 40, (1, 16, 64), 1, np.dtype(np.float32))
         rows = buffer.rows(100, (1, 16, 64), 1, np.dtype(np.float32))
 
