@@ -2,10 +2,12 @@
 
 parallel    x -> y
 recurrent   (chunk, state) -> (y, next state)
+streamed    x -> y, cut into passes afterwards; the model over patches where x is an image
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pom_edge.bundle import ImageSpec
 from pom_edge.errors import InputError
+from pom_edge.export import patches
 from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs, plan_axes
 from pom_edge.export.lowering import lower
 from pom_edge.export.onnx_graph import Boundary
@@ -29,7 +33,18 @@ LayerMask = Literal["none", "padding", "causal", "frames"]
 LAYER_MASKS: tuple[LayerMask, ...] = ("none", "padding", "causal", "frames")
 EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 24
 
-__all__ = ["LAYER_MASKS", "LayerMask", "LayerModel", "Plan", "layer_example", "layer_mask", "parallel", "program", "recurrent"]
+__all__ = [
+    "LAYER_MASKS",
+    "LayerMask",
+    "LayerModel",
+    "Plan",
+    "layer_example",
+    "layer_mask",
+    "parallel",
+    "program",
+    "recurrent",
+    "streamed",
+]
 
 
 @dataclass
@@ -46,6 +61,8 @@ class Plan:
         token_axes: recurrent: token axis of each input and output, -1 for an output without one.
         frame: recurrent: tokens of a frame in the recorded cases; 0 for causal models.
         ragged: recurrent: an input says which tokens are real.
+        image: streamed: how the image becomes the patches that ``model`` takes.
+        image_axes: streamed: of the image, which is what the reference takes.
     """
 
     form: str
@@ -58,6 +75,8 @@ class Plan:
     frame: int = 0
     ragged: bool = False
     inside: str = ""  # module path of the original within ``model``
+    image: ImageSpec | None = None
+    image_axes: Axes = field(default_factory=dict)
 
     def named(self, values: Arrays) -> Arrays:
         """Values by the module paths of the original."""
@@ -87,6 +106,24 @@ def parallel(model: nn.Module, example: dict[str, Tensor], batch: Extent, tokens
     axes = plan_axes(example, batch, tokens)
     lowered, mixers = lower(model)
     return Plan("parallel", lowered, mixers, _traceable(example, axes, batch, tokens), axes, TorchSession(model, mixers))
+
+
+def streamed(model: nn.Module, example: dict[str, Tensor], batch: Extent) -> Plan:
+    """x -> y of a fixed batch, over patches where x is the image of a reference model."""
+    plan = dataclasses.replace(parallel(model, example, batch, Extent()), form="streamed")
+    if not patches.takes_images(model):
+        return plan
+    ((name, image),) = plan.example.items()
+    spec = patches.image_spec(plan.model, name)  # type: ignore[arg-type]  # lowered, but of the same class
+    cut, axes = patches.cut(image, spec)
+    return dataclasses.replace(
+        plan,
+        model=patches.PatchModel(plan.model).eval(),  # type: ignore[arg-type]
+        example=_traceable(cut, axes, batch, Extent()),
+        axes=axes,
+        image=spec,
+        image_axes=patches.image_axes(plan.model, image, name),  # type: ignore[arg-type]
+    )
 
 
 def recurrent(

@@ -6,7 +6,7 @@ through PyTorch and through the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,7 @@ LONG = 257  # tokens of the long case: two blocks of the module's running sum
 MAX_STREAMS = 4  # real samples in the recurrent form
 REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
-__all__ = ["Case", "golden_cases", "record", "store", "stream_cases"]
+__all__ = ["Case", "golden_cases", "image_sizes", "record", "store", "stream_cases"]
 
 
 @dataclass
@@ -66,6 +66,7 @@ def golden_cases(
     tokens: Extent,
     samples: dict[str, Tensor] | None = None,
     longest: int = LONG,
+    sizes: Mapping[str, dict[str, int]] | None = None,
 ) -> list[Case]:
     """Cases at several sizes: real samples first, then the example's own size, a short, an odd and a long one.
 
@@ -75,18 +76,34 @@ def golden_cases(
         batch, tokens: extents; sizes outside them are left out.
         samples: real inputs from the checkpoint, used as they are.
         longest: tokens of the long case.
+        sizes: of all free axes for each case, where they are not to be chosen here.
     """
     cases = []
     if samples and set(samples) == set(example):
         row_bytes = sum(tensor[:1].nbytes for tensor in samples.values())
         rows = min(MAX_REAL_SAMPLES, max(1, MAX_GOLDEN_BYTES // 4 // row_bytes))  # a quarter at most: outputs and others follow
+        rows = min(rows, batch.maximum or rows)
         real = {name: tensor[:rows].numpy() for name, tensor in samples.items()}
         cases.append(Case("samples", "real", _describe(real), real))
-    for seed, (name, sizes) in enumerate(_sizes(example, axes, batch, tokens, longest)):
-        recipes = plan_inputs(example, axes, sizes, seed)
+    wanted = list(_sizes(example, axes, batch, tokens, longest)) if sizes is None else list(sizes.items())
+    for seed, (name, lengths) in enumerate(wanted):
+        recipes = plan_inputs(example, axes, lengths, seed)
         inputs = {key: generate(recipe) for key, recipe in recipes.items()}
         cases.append(Case(name, "random", _describe(inputs), inputs, recipes))
     return cases
+
+
+def image_sizes(example: dict[str, Tensor], axes: Axes, patch: int, chunk: int) -> dict[str, dict[str, int]]:
+    """Sizes of images for passes over their patches: the example's, and where it is free one patch, a narrow and a wide image.
+
+    The wide one has three rows of patches that end within chunks, in two whole chunks and a part of one.
+    """
+    sizes = {"example": axis_sizes(example, axes)}
+    if sizes["example"]:
+        height, width = sizes["example"]
+        for name, (rows, columns) in {"short": (1, 1), "odd": (5, 3), "long": (3, 2 * chunk // 3 + 1)}.items():
+            sizes[name] = {height: rows * patch, width: columns * patch}
+    return sizes
 
 
 def stream_cases(

@@ -28,7 +28,7 @@ from pom_edge.export.streamed import OFFSET, VALID, Pass, Split, Splitter
 from pom_edge.runtimes.layers import open_tapped
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.stepping import Execute
-from pom_edge.runtimes.streamed import run_passes, token_sources
+from pom_edge.runtimes.streamed import run_stream
 from pom_edge.runtimes.tokens import Buffer
 
 CHUNKS = (256, 512, 1024, 2048, 4096)  # tried on this machine
@@ -180,6 +180,8 @@ class Passes(Made):
             shapes={name: list(shape) for name, shape in self.split.shapes.items()},
             dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in self.split.dtypes.items()},
             token_axes=self.split.token_axes,
+            axes={name: axis for name, axis in self.split.axes.items() if axis != TOKENS},
+            image=self.plan.image,
             passes=[
                 PassSpec(
                     file=self._file(index),
@@ -188,6 +190,7 @@ class Passes(Made):
                     sums=[SumSpec(name=each.name, mean=each.mean, rows=each.rows) for each in step.sums],
                     results=step.results,
                     looped=step.looped,
+                    axis=step.axis,
                     mixers={path: str(value.name) for path, value in graph.taps.items()},
                 )
                 for index, (step, graph) in enumerate(zip(self.split.passes, self.graphs, strict=True))
@@ -198,9 +201,8 @@ class Passes(Made):
         spec = self.spec
 
         def run(inputs: Arrays) -> Mapping[str, np.ndarray]:
-            rows, rest, tokens = token_sources(spec, inputs)
             with Buffer() as buffer:
-                return run_passes(spec, executes, rows, rest, tokens, buffer)
+                return run_stream(spec, executes, inputs, buffer)
 
         return run
 
@@ -224,14 +226,23 @@ class Passes(Made):
             shape: list[int | str] = list(self.split.shapes[name])
             bounds, dtype = {}, str(self.split.dtypes[name]).removeprefix("torch.")
             if name in self.split.token_axes:
-                shape[self.split.token_axes[name]], bounds = TOKENS, limits
+                axis = self.split.axes[name]
+                shape[self.split.token_axes[name]], bounds = axis, limits if axis == TOKENS else {}
             return TensorSpec(name=name, dtype=dtype, shape=shape, bounds=bounds, values=rows.get(name))
 
         rows = {str(v.name): found for graph in self.graphs for v in graph.model.graph.inputs if (found := table_rows(v))}
+        inputs, outputs = [spec(name) for name in self.plan.axes], [spec(name) for name in self.split.results]
+        image = self.plan.image
+        if image is not None:
+            (shape,) = self.plan.image_axes.values()
+            inputs = [TensorSpec(name=image.input, dtype="float32", shape=shape)]
+            for name, made in image.pixels.items():
+                channels = self.split.shapes[name][-1] // image.patch**2
+                outputs = [TensorSpec(name=made, dtype="float32", shape=[shape[0], channels, *shape[2:]])]
         return {
             **self.common_fields(),
-            "inputs": [spec(name) for name in self.plan.axes],
-            "outputs": [spec(name) for name in self.split.results],
+            "inputs": inputs,
+            "outputs": outputs,
             "mixers": {},
             "stream": self.spec,
         }
@@ -272,7 +283,7 @@ def example_feeds(step: Pass, split: Split) -> Arrays:
         if name == OFFSET:
             feeds[name] = np.array(0, np.int64)
         elif name == VALID:
-            feeds[name] = np.ones(chunk, np.float32)
+            feeds[name] = (np.arange(chunk) == 0).astype(np.float32)  # one real token: no position beyond a table
         elif split.dtypes[name].is_floating_point:
             feeds[name] = generator.standard_normal(split.shapes[name]).astype(np.float32)
         else:

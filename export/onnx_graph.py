@@ -122,6 +122,25 @@ class Boundary(nn.Module):
             outputs = named_outputs(self.model(**inputs))
         return outputs, taps.values
 
+    def names(self, inputs: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Names of outputs and taps, by one run of the model.
+
+        Raises:
+            InputError: it does not accept the inputs.
+        """
+        try:
+            with torch.no_grad():
+                names, taps = (list(tensors) for tensors in self.run(inputs))
+        except InputError:
+            raise
+        except Exception as error:  # whatever a user's model can raise
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+            raise InputError(f"the model does not accept its example inputs, {shapes}: {_first_lines(error, 2)}") from error
+        taken = sorted(set(names) & set(inputs))
+        if taken:
+            raise InputError(f"output {', '.join(taken)} of the model has the name of an input; a graph needs other names")
+        return names, taps
+
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
         outputs, taps = self.run(inputs)
         return (*outputs.values(), *taps.values())
@@ -155,17 +174,7 @@ def trace_graph(
         extent = (extents or {}).get(axis, Extent())
         dims[axis] = torch.export.Dim(axis, min=extent.minimum if extent.minimum > 1 else None, max=extent.maximum)
     dynamic = {name: {i: dims[dim] for i, dim in enumerate(s) if isinstance(dim, str)} for name, s in axes.items()}
-    try:
-        with torch.no_grad():
-            names, tap_names = (list(tensors) for tensors in boundary.run(inputs))
-    except InputError:
-        raise
-    except Exception as error:  # whatever a user's model can raise
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
-        raise InputError(f"the model does not accept its example inputs, {shapes}: {_first_lines(error, 2)}") from error
-    taken = sorted(set(names) & set(inputs))
-    if taken:
-        raise InputError(f"output {', '.join(taken)} of the model has the name of an input; a graph needs other names")
+    names, tap_names = boundary.names(inputs)
     arguments: tuple[Any, ...] = (inputs,)
     free: Any = {"inputs": dynamic}
     try:

@@ -6,6 +6,8 @@ needed before anything else can go on:
     level of a value = how many sums over tokens lie before it
     pass p computes the values of level p from what pass p-1 stored for each token, and adds up the sums that level p+1 needs
 
+Tokens of another length, a context, have passes of their own: a level has one for each length that something is to be done for.
+
 What a pass stores for each token is the narrowest set of values from which the next one can go on (a minimum cut; of equal
 ones the latest, so that least is computed twice). The sums are finished outside of the graph, in float64.
 """
@@ -73,6 +75,7 @@ class Pass:
         results: the model's outputs that this pass finishes.
         taps: module paths of mixers whose outputs are further outputs.
         looped: False where no input has a token axis (a head after pooling): it runs once.
+        axis: the name of the token axis that it goes along.
     """
 
     module: fx.GraphModule
@@ -82,6 +85,7 @@ class Pass:
     results: list[str]
     taps: list[str]
     looped: bool = True
+    axis: str = TOKENS
 
     @property
     def outputs(self) -> list[str]:
@@ -98,27 +102,39 @@ class Split:
         shapes: of inputs, stored values, sums, results and taps for a chunk of C tokens.
         token_axes: token axis of each of these that has one.
         dtypes: of these.
+        results: the model's outputs, in its own order.
+        axes: name of the token axis of each of these that has one.
     """
 
     passes: list[Pass]
     shapes: dict[str, tuple[int, ...]]
     token_axes: dict[str, int]
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    results: list[str] = field(default_factory=list)  # the model's outputs, in its own order
+    results: list[str] = field(default_factory=list)
+    axes: dict[str, str] = field(default_factory=dict)
 
 
 def _trace(boundary: nn.Module, inputs: dict[str, Tensor], axes: Axes) -> tuple[fx.GraphModule, dict[fx.Node, str]]:
-    dims = {TOKENS: torch.export.Dim(TOKENS)}
+    dims = {dim: torch.export.Dim(dim) for shape in axes.values() for dim in shape if isinstance(dim, str)}
     dynamic = {name: {i: dims[dim] for i, dim in enumerate(s) if isinstance(dim, str)} for name, s in axes.items()}
-    with torch.no_grad(), quiet():
-        program = torch.export.export(
-            boundary,
-            (inputs,),
-            dynamic_shapes={"inputs": dynamic},
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
-        module = program.run_decompositions({}).module()
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(
+                boundary,
+                (inputs,),
+                dynamic_shapes={"inputs": dynamic},
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            module = program.run_decompositions({}).module()
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's model can raise while traced
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise InputError(
+            f"the model does not leave {', '.join(dims)} free, so it cannot be cut into chunks; --form parallel exports it as "
+            f"it is. torch says: {type(error).__name__}: {reason}"
+        ) from error
     assert isinstance(module, fx.GraphModule)
     found = [node for node in module.graph.nodes if node.op == "placeholder"]
     return module, dict(zip(found, inputs, strict=True))
@@ -130,7 +146,7 @@ class Splitter:
     Args:
         boundary: takes ``inputs`` as one dict, returns outputs and taps as one flat tuple.
         inputs: example inputs.
-        axes: of them; only the token axis is free.
+        axes: of them; only token axes are free.
         outputs, taps: their names, in order.
 
     Raises:
@@ -142,7 +158,7 @@ class Splitter:
         module, placeholders, outputs = self.module, self.placeholders, [*outputs, *taps]
         self.taps, self.chunk = set(taps), 0
         self.nodes = [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr") or _computes(node)]
-        self.symbol = self._symbol()
+        self.symbols = self._symbols(axes)
         (end,) = (node for node in module.graph.nodes if node.op == "output")
         returned = end.args[0]
         assert isinstance(returned, (tuple, list))
@@ -157,13 +173,20 @@ class Splitter:
 
     # -- what a node is -----------------------------------------------------------------------------------------------
 
-    def _symbol(self) -> Any:
-        symbols = {
-            dim.node.expr for node in self.placeholders for dim in node.meta["val"].shape if isinstance(dim, torch.SymInt)
-        }
-        if len(symbols) != 1:
-            raise InputError("no input has a free token axis (batch, tokens, ..); the streamed form goes over tokens")
-        return symbols.pop()
+    def _symbols(self, axes: Axes) -> dict[Any, str]:
+        """The free axes by torch's symbols, that of the first input first."""
+        found: dict[Any, str] = {}
+        for node, name in self.placeholders.items():
+            for dim, axis in zip(node.meta["val"].shape, axes[name], strict=True):
+                if isinstance(dim, torch.SymInt):
+                    found[dim.node.expr] = str(axis)
+        if not found:
+            raise InputError(
+                "no input has a free token axis (batch, tokens, ..); the streamed form goes over tokens. Of models that take "
+                "images the reference models (classifier, dense) have one, whose patches are the tokens; cut the image into "
+                "patches outside of yours"
+            )
+        return found
 
     def axis(self, node: fx.Node) -> int | None:
         """The token axis of a value, or None.
@@ -177,12 +200,23 @@ class Splitter:
         found: list[int] = []
         for i, dim in enumerate(value.shape):
             if isinstance(dim, torch.SymInt) and dim.node.expr.free_symbols:
-                if dim.node.expr != self.symbol:
-                    raise self._refusal(node, f"makes an axis of {str(dim.node.expr).replace(str(self.symbol), TOKENS)} tokens")
+                if dim.node.expr not in self.symbols:
+                    raise self._refusal(node, f"makes an axis of {self._in_words(dim)} tokens")
                 found.append(i)
         if len(found) > 1:
             raise self._refusal(node, "pairs every token with every other one")
         return found[0] if found else None
+
+    def axis_name(self, node: fx.Node) -> str | None:
+        """Which tokens a value has a row for."""
+        axis, value = self.axis(node), _first(node)
+        return None if axis is None or value is None else self.symbols[value.shape[axis].node.expr]  # type: ignore[attr-defined]
+
+    def _in_words(self, dim: torch.SymInt) -> str:
+        text = str(dim.node.expr)
+        for symbol, name in self.symbols.items():
+            text = text.replace(str(symbol), name)
+        return text
 
     def is_size(self, node: fx.Node) -> bool:
         """Whether a node is a length, not a tensor."""
@@ -215,6 +249,8 @@ class Splitter:
         return Reduction(f"sum.{len(self.sums)}", SUMS[node.target], rows)
 
     def _check_token_wise(self, node: fx.Node, axis: int, reading: list[fx.Node]) -> None:
+        if any(self.axis_name(parent) != self.axis_name(node) for parent in reading):
+            raise self._refusal(node, "picks tokens of one input for those of another")
         if node.target in _ALONG and len(node.args) > _ALONG[node.target]:
             dims = node.args[_ALONG[node.target]]
             rank = max(parent.meta["val"].ndim for parent in reading)
@@ -255,20 +291,26 @@ class Splitter:
             for node in stored:
                 self.names.setdefault(node, f"value.{len(self.names)}")
             stores.append(stored)
-        shapes, axes, dtypes = {}, {}, {}
         passes = []
         for level in range(last + 1):
             before = stores[level - 1] if level else []
             after = [node for node in stores[level] if node not in before] if level < last else []
-            passes.append(self._pass(level, before, [node for node in after if node not in self.placeholders]))
-        named = [*((name, node) for node, name in self.names.items()), *self.results]
-        for name, node in named:
-            value, axis = node.meta["val"], self.axis(node)
-            shapes[name] = tuple(self.chunk if i == axis else int(dim) for i, dim in enumerate(value.shape))
-            dtypes[name] = value.dtype
-            if axis is not None:
-                axes[name] = axis
-        return Split(passes, shapes, axes, dtypes, [name for name, _ in self.results if name not in self.taps])
+            for axis in self.symbols.values():
+                kept = [node for node in after if node not in self.placeholders and self.axis_name(node) == axis]
+                made = self._pass(level, axis, before, kept)
+                if made.outputs:
+                    passes.append(made)
+        return self._described(passes)
+
+    def _described(self, passes: list[Pass]) -> Split:
+        split = Split(passes, {}, {}, results=[name for name, _ in self.results if name not in self.taps])
+        for name, node in [*((name, node) for node, name in self.names.items()), *self.results]:
+            value, axis, along = node.meta["val"], self.axis(node), self.axis_name(node)
+            split.shapes[name] = tuple(self.chunk if i == axis else int(dim) for i, dim in enumerate(value.shape))
+            split.dtypes[name] = value.dtype
+            if axis is not None and along is not None:
+                split.token_axes[name], split.axes[name] = axis, along
+        return split
 
     def _cut(self, level: int) -> list[fx.Node]:
         """The narrowest set of token-wise values from which the passes after ``level`` can go on."""
@@ -340,9 +382,11 @@ class Splitter:
 
     # -- the graph of a pass ------------------------------------------------------------------------------------------
 
-    def _pass(self, level: int, before: list[fx.Node], stores: list[fx.Node]) -> Pass:
-        sums = [node for node in self.sums if self.levels[node] == level + 1]
+    def _pass(self, level: int, axis: str, before: list[fx.Node], stores: list[fx.Node]) -> Pass:
+        sums = [node for node in self.sums if self.levels[node] == level + 1 and self.axis_name(self._summed(node)) == axis]
+        first = next(iter(self.symbols.values()))  # its pass also finishes what has a row for no token
         results = [(name, node) for name, node in self.results if self.levels[node] == level]
+        results = [(name, node) for name, node in results if (self.axis_name(node) or first) == axis]
         graph = fx.Graph()
         copies: dict[fx.Node, Any] = {}
         inputs: dict[str, fx.Node] = {}
@@ -365,6 +409,9 @@ class Splitter:
                 node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step) and self.axis(node) is not None
             ):
                 counted = graph.call_function(aten.arange.default, (self.chunk,))
+                # Padded tokens count from 0 again: what they would look up may lie beyond the end of a table.
+                real = graph.call_function(aten._to_copy.default, (given(VALID),), {"dtype": torch.int64})
+                counted = graph.call_function(aten.mul.Tensor, (counted, real))
                 made = graph.call_function(aten.add.Tensor, (counted, given(OFFSET)))
             else:
                 made = graph.node_copy(node, copy)
@@ -385,11 +432,12 @@ class Splitter:
             [name for name, _ in results if name not in self.taps],
             [name for name, _ in results if name in self.taps],
             looped,
+            axis,
         )
 
     def _partial_sum(self, graph: fx.Graph, node: fx.Node, copy: Any, given: Any) -> fx.Node:
         """sum over the chunk of value * valid: padded tokens of the last chunk count nothing."""
-        (source,) = (parent for parent in node.all_input_nodes if not self.is_size(parent))
+        source = self._summed(node)
         axis, rank = self.axis(source), source.meta["val"].ndim
         assert axis is not None
         shape = [self.chunk if i == axis else 1 for i in range(rank)]
@@ -398,9 +446,15 @@ class Splitter:
         arguments = tuple(node.args[1:3])
         return graph.call_function(aten.sum.dim_IntList, (value, *arguments))
 
+    def _summed(self, node: fx.Node) -> fx.Node:
+        """What a sum over tokens adds up."""
+        (source,) = (parent for parent in node.all_input_nodes if not self.is_size(parent))
+        return source
+
     def _length(self, node: fx.Node) -> int:
         value = node.meta["val"]
-        return int(value.node.expr.subs(self.symbol, self.chunk)) if isinstance(value, torch.SymInt) else int(value)
+        sizes = dict.fromkeys(self.symbols, self.chunk)
+        return int(value.node.expr.subs(sizes)) if isinstance(value, torch.SymInt) else int(value)
 
 
 class StepCheck(Splitter):

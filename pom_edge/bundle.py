@@ -100,7 +100,7 @@ class SumSpec(_Model):
 
 
 class PassSpec(_Model):
-    """One graph of the streamed form, run for every chunk (``looped``) or once."""
+    """One graph of the streamed form, run for every chunk (``looped``) of the tokens of ``axis``, or once."""
 
     file: str
     inputs: list[str]
@@ -108,13 +108,33 @@ class PassSpec(_Model):
     sums: list[SumSpec]
     results: list[str]
     looped: bool = True
+    axis: str = "tokens"
     mixers: dict[str, str] = Field(default_factory=dict)
+
+
+class ImageSpec(_Model):
+    """How an image becomes tokens, a token for each patch, row by row, and tokens an image again.
+
+    Attributes:
+        input: the artifact's input (B, C, h p, w p).
+        patch: p, in pixels.
+        patches: the passes' input (B, h w, C p p); within a patch channel, row, column.
+        positions: the passes' input (h w, 2) of row and column, where they have one.
+        pixels: an output of the passes (B, h w, K p p) -> the artifact's output (B, K, h p, w p) that is made of it.
+    """
+
+    input: str
+    patch: int
+    patches: str
+    positions: str | None = None
+    pixels: dict[str, str] = Field(default_factory=dict)
 
 
 class StreamSpec(_Model):
     """How the passes of a streamed artifact fit together.
 
-    ``shapes``, ``dtypes`` and ``token_axes`` are those of every named tensor for one chunk.
+    ``shapes``, ``dtypes`` and ``token_axes`` are those of every named tensor for one chunk; ``axes`` names the token axis of
+    each where it is not ``tokens`` (a context has its own length).
     """
 
     chunk: int
@@ -122,6 +142,8 @@ class StreamSpec(_Model):
     dtypes: dict[str, str]
     token_axes: dict[str, int]
     passes: list[PassSpec]
+    axes: dict[str, str] = Field(default_factory=dict)
+    image: ImageSpec | None = None
 
 
 class Artifact(_Model):

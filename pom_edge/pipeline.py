@@ -416,6 +416,8 @@ def _plan(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
     if options.form == "recurrent":
         frames, ragged = options.mask == "frames", options.mask == "padding"
         plan = forms.recurrent(subject.module, subject.example, batch, tokens, frames, ragged)
+    elif options.form == "streamed":
+        plan = forms.streamed(subject.module, subject.example, batch)
     else:
         plan = forms.parallel(subject.module, subject.example, batch, tokens)
     if not plan.mixers and (changed := unrecognised(subject.module)):
@@ -449,9 +451,11 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
     batch = Extent(1, 1, 1) if options.batch is None else batch
     if not batch.fixed:
         raise InputError(f"--batch is {options.batch!r}; the passes of the streamed form have fixed shapes: give one number")
-    plan = dataclasses.replace(_plan(subject, options, batch, Extent()), form="streamed")
+    plan = _plan(subject, options, batch, Extent())
     boundary = Boundary(plan.model, [name for name in plan.mixers if name])
-    outputs, taps = (list(found) for found in boundary.run(plan.example))
+    outputs, taps = boundary.names(plan.example)
+    if plan.image is not None and plan.image.pixels:  # what the passes give is not yet the model's output
+        outputs = list(plan.image.pixels)
     splitter = Splitter(boundary, plan.example, plan.axes, outputs, taps)
     notes: list[str] = []
     chunk = options.chunk
@@ -465,10 +469,13 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
 
 
 def _cases(subject: Subject, made: Made, batch: Extent, tokens: Extent) -> list[Case]:
-    from pom_edge.export.golden import golden_cases, stream_cases
+    from pom_edge.export.golden import golden_cases, image_sizes, stream_cases
     from pom_edge.export.inputs import Extent, plan_axes
 
     plan, samples, chunk = made.plan, subject.samples, made.chunk
+    if plan.image is not None:
+        sizes = image_sizes(subject.example, plan.image_axes, plan.image.patch, chunk)
+        return golden_cases(subject.example, plan.image_axes, batch, tokens, samples, sizes=sizes)
     if plan.form == "streamed":  # two whole chunks and a part of one
         return golden_cases(subject.example, plan.axes, batch, tokens, samples, 2 * chunk + chunk // 3 + 1)
     if plan.form == "parallel":

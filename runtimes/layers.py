@@ -12,7 +12,7 @@ from pom_edge.errors import InputError, require
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import Metrics, measure, worst
 from pom_edge.runtimes.stepping import Execute, is_state, run_case
-from pom_edge.runtimes.streamed import run_passes, token_sources
+from pom_edge.runtimes.streamed import run_stream
 from pom_edge.runtimes.tokens import Buffer
 
 __all__ = ["first_divergence", "open_tapped"]
@@ -70,8 +70,7 @@ def _tapped(bundle: Bundle, artifact: Artifact) -> Execute:
         executes.append(open_tapped(bundle.path / step.file, own | step.mixers))
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        rows, rest, tokens = token_sources(stream, inputs)
         with Buffer() as buffer:
-            return run_passes(stream, executes, rows, rest, tokens, buffer)
+            return run_stream(stream, executes, inputs, buffer)
 
     return run

@@ -14,8 +14,8 @@ import numpy as np
 from pom_edge.bundle import Artifact, Bundle, PassSpec, StreamSpec, TensorSpec
 from pom_edge.errors import InputError
 from pom_edge.runtimes.stepping import COUNT, Execute, empty_state, is_state, load_state, next_state, run_chunks, save_state
-from pom_edge.runtimes.streamed import Progress, run_passes, token_sources
-from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, Rows
+from pom_edge.runtimes.streamed import Feed, Progress, run_passes, run_stream
+from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource
 
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
@@ -97,8 +97,8 @@ class Session(ABC):
         stream = self.artifact.stream
         if stream is None:
             return self._run_graph(0, [spec.name for spec in self.artifact.outputs], validated)
-        rows, rest, tokens = token_sources(stream, validated)
-        outputs = self._run_passes(stream, rows, rest, tokens)
+        with Buffer(self._spill) as buffer:
+            outputs = run_stream(stream, self._executes(stream), validated, buffer, self.progress)
         return {spec.name: outputs[spec.name] for spec in self.artifact.outputs}  # in the model's order
 
     def run_file(self, source: Path, target: Path) -> dict[str, list[int]]:
@@ -113,8 +113,8 @@ class Session(ABC):
         stream, names = self.artifact.stream, [spec.name for spec in self.outputs]
         if stream is None or len(self.inputs) != 1 or len(names) != 1 or names[0] not in stream.token_axes:
             raise InputError(
-                "only a streamed artifact with one input, and one output with a row for each token, runs from file to file; "
-                "use run()"
+                "only a streamed artifact with one input, and one output with a row for each token, runs from file to file "
+                "(images do not); with run(), or --output y.npz, inputs and outputs are in memory"
             )
         reader = NpySource(source)
         try:
@@ -125,7 +125,9 @@ class Session(ABC):
             shape = [tokens if i == stream.token_axes[names[0]] else n for i, n in enumerate(stream.shapes[names[0]])]
             writer = NpySink(target, shape, np.dtype(stream.dtypes[names[0]]))
             try:
-                self._run_passes(stream, {spec.name: reader.rows}, {}, tokens, {names[0]: writer.rows})
+                feed = Feed({spec.name: reader.rows}, {TOKENS: tokens}, sinks={names[0]: writer.rows})
+                with Buffer(self._spill) as buffer:
+                    run_passes(stream, self._executes(stream), feed, buffer, self.progress)
                 writer.finish()
             except BaseException:
                 writer.abandon()
@@ -134,21 +136,12 @@ class Session(ABC):
             reader.close()
         return {names[0]: shape}
 
-    def _run_passes(
-        self,
-        stream: StreamSpec,
-        rows: Mapping[str, Rows],
-        rest: dict[str, np.ndarray],
-        tokens: int,
-        sinks: Mapping[str, Rows] | None = None,
-    ) -> dict[str, np.ndarray]:
+    def _executes(self, stream: StreamSpec) -> list[Execute]:
         def execute(index: int, step: PassSpec) -> Execute:
             names = [*step.stores, *(each.name for each in step.sums), *step.results]
             return lambda inputs: self._run_graph(index, names, inputs)
 
-        executes = [execute(index, step) for index, step in enumerate(stream.passes)]
-        with Buffer(self._spill) as buffer:
-            return run_passes(stream, executes, rows, rest, tokens, buffer, sinks, self.progress)
+        return [execute(index, step) for index, step in enumerate(stream.passes)]
 
     def step(self, x: np.ndarray | None = None, /, **inputs: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
         """The next chunk of the stream: recurrent form only; arguments, result and errors as :meth:`run`.

@@ -134,7 +134,8 @@ def load_state(path: Path, artifact: Artifact, sha256: str) -> Arrays:
         raise InputError(f"{path} is not a saved state; expected a file that session.save_state() wrote")
     if metadata.get("version") != STATE_VERSION:
         raise InputError(
-            f"{path} is a state of version {metadata.get('version')}, this release reads {STATE_VERSION}; update it"
+            f"{path} is a state of version {metadata.get('version')}, this release reads version {STATE_VERSION}; go on with "
+            "the release of pom-edge that saved it, or start the stream anew"
         )
     if metadata.get("sha256") != sha256:
         raise InputError(

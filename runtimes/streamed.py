@@ -3,81 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pom_edge.bundle import PassSpec, StreamSpec
+from pom_edge.bundle import ImageSpec, PassSpec, StreamSpec
 from pom_edge.errors import InputError
-from pom_edge.runtimes.tokens import ArrayRows, Buffer, Rows
+from pom_edge.runtimes.patches import GridRows, PatchRows, PixelRows
+from pom_edge.runtimes.tokens import ArrayRows, Buffer, Reader, Rows, Writer
 
-OFFSET, VALID = "offset", "valid"
+OFFSET, VALID, TOKENS = "offset", "valid", "tokens"
 
 Arrays = dict[str, np.ndarray]
 Execute = Callable[[Arrays], Mapping[str, np.ndarray]]
 Progress = Callable[[int, int], None]  # token-passes done, and how many there are
 
-__all__ = ["OFFSET", "VALID", "Progress", "run_passes", "token_sources"]
+__all__ = ["OFFSET", "VALID", "Feed", "Progress", "run_passes", "run_stream"]
 
 
-def token_sources(spec: StreamSpec, inputs: Mapping[str, np.ndarray]) -> tuple[dict[str, Rows], Arrays, int]:
-    """Inputs with tokens, inputs without, and how many tokens there are.
+@dataclass
+class Feed:
+    """What goes into the passes, and where results go.
+
+    Attributes:
+        rows: inputs with tokens.
+        lengths: how many tokens there are, by the name of their axis.
+        rest: inputs without tokens.
+        sinks: for results that should not be held as arrays of tokens.
+    """
+
+    rows: dict[str, Reader]
+    lengths: dict[str, int]
+    rest: Arrays = field(default_factory=dict)
+    sinks: Mapping[str, Writer] = field(default_factory=dict)
+
+
+def run_stream(
+    spec: StreamSpec,
+    executes: Sequence[Execute],
+    inputs: Mapping[str, np.ndarray],
+    buffer: Buffer,
+    progress: Progress | None = None,
+) -> Arrays:
+    """Run all passes on arrays: the artifact's inputs by name -> its outputs, and what else the passes returned.
+
+    Args:
+        spec, executes, buffer, progress: as of :func:`run_passes`.
+        inputs: by name.
 
     Raises:
-        InputError: inputs of different lengths.
+        InputError: inputs of different lengths, an image that is not made of whole patches.
     """
-    rows: dict[str, Rows] = {}
-    rest: Arrays = {}
-    lengths: dict[str, int] = {}
+    if spec.image is None:
+        return run_passes(spec, executes, _feed(spec, inputs), buffer, progress)
+    image = inputs[spec.image.input]
+    feed, pixels = _image_feed(spec, spec.image, image)
+    outputs = run_passes(spec, executes, feed, buffer, progress)
+    return {**outputs, **pixels}
+
+
+def _feed(spec: StreamSpec, inputs: Mapping[str, np.ndarray]) -> Feed:
+    feed = Feed({}, {})
     for name, array in inputs.items():
         axis = spec.token_axes.get(name)
         if axis is None:
-            rest[name] = array
-        else:
-            rows[name] = ArrayRows(array, axis)
-            lengths[name] = array.shape[axis]
-    if len(set(lengths.values())) != 1:
-        raise InputError(f"inputs have different numbers of tokens: {lengths}; expected the same in each")
-    return rows, rest, next(iter(lengths.values()))
+            feed.rest[name] = array
+            continue
+        feed.rows[name] = ArrayRows(array, axis)
+        along, length = spec.axes.get(name, TOKENS), array.shape[axis]
+        if feed.lengths.setdefault(along, length) != length:
+            raise InputError(
+                f"input {name!r} has {length} {along}, another input {feed.lengths[along]}; expected the same in each"
+            )
+    return feed
+
+
+def _image_feed(spec: StreamSpec, image: ImageSpec, array: np.ndarray) -> tuple[Feed, Arrays]:
+    """The image as tokens, and the images that results are written into."""
+    batch, _, height, width = array.shape
+    p = image.patch
+    if height % p or width % p:
+        raise InputError(f"input {image.input!r} has {height} x {width} pixels; expected multiples of {p}, the side of a patch")
+    rows: dict[str, Reader] = {image.patches: PatchRows(array, p)}
+    if image.positions is not None:
+        rows[image.positions] = GridRows(width // p)
+    made = {}
+    for name in image.pixels:
+        made[name] = np.empty((batch, spec.shapes[name][-1] // p**2, height, width), spec.dtypes[name])
+    sinks = {name: PixelRows(found, p) for name, found in made.items()}
+    feed = Feed(rows, {TOKENS: (height // p) * (width // p)}, sinks=sinks)
+    return feed, {image.pixels[name]: found for name, found in made.items()}
 
 
 def run_passes(
-    spec: StreamSpec,
-    executes: Sequence[Execute],
-    rows: Mapping[str, Rows],
-    rest: Arrays,
-    tokens: int,
-    buffer: Buffer,
-    sinks: Mapping[str, Rows] | None = None,
-    progress: Progress | None = None,
+    spec: StreamSpec, executes: Sequence[Execute], feed: Feed, buffer: Buffer, progress: Progress | None = None
 ) -> Arrays:
     """Run all passes.
 
     Args:
         spec: how they fit together.
         executes: one function for each pass: inputs by name -> outputs by name (it may return more than the spec knows).
-        rows: model inputs with tokens.
-        rest: model inputs without.
-        tokens: N.
+        feed: inputs, and where results go.
         buffer: where what passes store for each token lies.
-        sinks: where results go that should not be held in memory.
         progress: called after every chunk.
 
     Returns:
-        The model's outputs (and what else the passes returned) that have no sink.
+        The results (and what else the passes returned) that have no sink.
     """
-    stored = _Slots(spec, tokens, buffer)
-    known: Arrays = dict(rest)
-    results: dict[str, Rows] = dict(sinks or {})
+    stored = _Slots(spec, feed.lengths, buffer)
+    known: Arrays = dict(feed.rest)
+    results: dict[str, Writer] = dict(feed.sinks)
     whole: Arrays = {}
-    looped = [step for step in spec.passes if step.looped]
-    done, total = 0, len(looped) * tokens
+    done, total = 0, sum(feed.lengths[step.axis] for step in spec.passes if step.looped)
     for index, (step, execute) in enumerate(zip(spec.passes, executes, strict=True)):
         sums = {entry.name: np.zeros(spec.shapes[entry.name], np.float64) for entry in step.sums}
         stored.begin(index)
-        own = {*step.stores, *sums}
+        own, tokens = {*step.stores, *sums}, feed.lengths[step.axis]
         for start in range(0, tokens if step.looped else 1, spec.chunk):
             count = min(spec.chunk, tokens - start)
-            outputs = execute(_chunk(spec, step, rows, stored.rows, known, start, count))
+            outputs = execute(_chunk(spec, step, {**stored.rows, **feed.rows}, known, start, count))
             for name, values in outputs.items():
                 if name in sums:
                     sums[name] += values
@@ -101,15 +145,7 @@ def run_passes(
     return {**held, **whole}
 
 
-def _chunk(
-    spec: StreamSpec,
-    step: PassSpec,
-    rows: Mapping[str, Rows],
-    stored: Mapping[str, Rows],
-    known: Arrays,
-    start: int,
-    count: int,
-) -> Arrays:
+def _chunk(spec: StreamSpec, step: PassSpec, rows: Mapping[str, Reader], known: Arrays, start: int, count: int) -> Arrays:
     """The inputs of a pass for the tokens from ``start``; the last token is repeated to fill a chunk."""
     feeds: Arrays = {}
     for name in step.inputs:
@@ -121,7 +157,7 @@ def _chunk(
             feeds[name] = known[name]
         else:
             axis = spec.token_axes[name]
-            values = (rows[name] if name in rows else stored[name]).read(start, count)
+            values = rows[name].read(start, count)
             if count < spec.chunk:
                 widths = [(0, spec.chunk - count if i == axis else 0) for i in range(values.ndim)]
                 values = np.pad(values, widths, mode="edge")  # real tokens again: log(0) or 0/0 would spoil the sums
@@ -137,8 +173,8 @@ class _Slots:
     """Stored values, in as few places as can be: a pass reads a chunk before it writes it, so a value takes over the place of
     one of equal size that no later pass reads."""
 
-    def __init__(self, spec: StreamSpec, tokens: int, buffer: Buffer) -> None:
-        self._spec, self._tokens, self._buffer = spec, tokens, buffer
+    def __init__(self, spec: StreamSpec, lengths: Mapping[str, int], buffer: Buffer) -> None:
+        self._spec, self._lengths, self._buffer = spec, lengths, buffer
         self.rows: dict[str, Rows] = {}
         self._last = {name: index for index, step in enumerate(spec.passes) for name in step.inputs}
 
@@ -151,7 +187,8 @@ class _Slots:
             like = next((old for old in free if self._kind(old) == self._kind(name)), None)
             if like is None:
                 axis, dtype = spec.token_axes[name], np.dtype(spec.dtypes[name])
-                self._writing[name] = self._buffer.rows(self._tokens, spec.shapes[name], axis, dtype)
+                tokens = self._lengths[spec.axes.get(name, TOKENS)]
+                self._writing[name] = self._buffer.rows(tokens, spec.shapes[name], axis, dtype)
             else:
                 self._writing[name] = free.pop(like)
         self.rows = {**self.rows, **self._writing}
@@ -160,6 +197,6 @@ class _Slots:
         """Store tokens of a value."""
         self._writing[name].write(start, values)
 
-    def _kind(self, name: str) -> tuple[Iterable[int], int, str]:
+    def _kind(self, name: str) -> tuple[Iterable[int], int, str, str]:
         spec = self._spec
-        return tuple(spec.shapes[name]), spec.token_axes[name], spec.dtypes[name]
+        return tuple(spec.shapes[name]), spec.token_axes[name], spec.dtypes[name], spec.axes.get(name, TOKENS)

@@ -22,19 +22,27 @@ from pom_edge.errors import InputError
 
 SPILL_PREFIX = ".pom-edge-spill-"
 
-__all__ = ["ArrayRows", "Buffer", "FileRows", "NpySink", "NpySource", "Rows", "Spill"]
+__all__ = ["ArrayRows", "Buffer", "FileRows", "NpySink", "NpySource", "Reader", "Rows", "Spill", "Writer"]
 
 
-class Rows(Protocol):
-    """One value for each token, to be read and written piece by piece."""
+class Reader(Protocol):
+    """One value for each token, to be read piece by piece."""
 
     def read(self, start: int, count: int) -> np.ndarray:
         """``count`` tokens from ``start``, along the token axis."""
         ...
 
+
+class Writer(Protocol):
+    """One value for each token, to be written piece by piece."""
+
     def write(self, start: int, values: np.ndarray) -> None:
         """Put tokens at ``start``."""
         ...
+
+
+class Rows(Reader, Writer, Protocol):
+    """One value for each token, to be written and read again."""
 
 
 class ArrayRows:
@@ -156,12 +164,14 @@ class Spill:
             InputError: the disk has less free.
         """
         rows = FileRows(self._descriptor, self._end, shape, axis, dtype, self._path.parent)
-        needed, free = tokens * rows.row_bytes, shutil.disk_usage(self._path.parent).free
+        needed = tokens * rows.row_bytes
+        promised = max(self._end - os.fstat(self._descriptor).st_blocks * 512, 0)  # to earlier values, and not yet written
+        free = max(shutil.disk_usage(self._path.parent).free - promised, 0)
         if needed > free:
             raise InputError(
-                f"--spill {self._path.parent}: the tokens take {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are "
-                "free; free "
-                "some space, or choose another folder"
+                f"--spill {self._path.parent}: the tokens take {needed / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are "
+                "free; "
+                "free some space, or choose another folder"
             )
         self._end += needed
         return rows

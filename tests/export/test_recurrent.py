@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pom_edge import PoM, build_model, export_bundle, open_session
+from pom_edge.arrays import read_safetensors, write_safetensors
 from pom_edge.bundle import Bundle
 from pom_edge.errors import GateError, InputError
 from pom_edge.export.recurrent import NEXT, STATE, make_recurrent
@@ -229,6 +230,10 @@ def test_a_state_of_something_else_is_refused(hybrid_pom: tuple[nn.Module, Path]
                 session.load_state(tmp_path / name)
         with pytest.raises(InputError, match="is not a saved state"):
             session.load_state(path / "golden.safetensors")
+        arrays, metadata = read_safetensors(tmp_path / "s.safetensors")
+        write_safetensors(tmp_path / "newer.safetensors", arrays, metadata | {"version": "2"})
+        with pytest.raises(InputError, match="is a state of version 2, this release reads version 1; go on with the release"):
+            session.load_state(tmp_path / "newer.safetensors")
         assert session.tokens_seen == [2]
     torch.manual_seed(1)
     nn.init.normal_(model.embed.weight)  # type: ignore[union-attr,arg-type]

@@ -112,6 +112,52 @@ def test_masks_and_ids(tmp_path: Path) -> None:
             session.run(x.numpy(), mask=mask.numpy()[:, :80])
 
 
+def test_learned_positions_to_their_last_row(tmp_path: Path) -> None:
+    """The last chunk is longer than the table; its padded tokens must look nothing up there."""
+    model = _lively(build_model(ModelConfig(**(ENCODER | {"depth": 1}), positions="learned", max_tokens=40)))  # type: ignore[arg-type]
+    example = {"x": torch.randn(1, 24, 6)}
+    path = export_bundle(model, form="streamed", chunk=CHUNK, example_inputs=example, out=tmp_path / "a.pom").bundle
+    x = torch.randn(1, 40, 6)
+    with open_session(path) as session, torch.no_grad():
+        assert snr_db(np.asarray(session.run(x.numpy())), model.double()(x.double()).numpy()) > 110
+
+
+class _Cross(nn.Module):
+    """Tokens that see a context of their own length, which is mixed before: two lengths, two levels each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own, self.cross = (PoM(6, 2, 2, rotary="1d") for _ in range(3))
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        context = context + self.inner(context)
+        x = x + self.own(x)
+        return x + self.cross(x, context=context), context.mean(1)
+
+
+@pytest.mark.parametrize(("tokens", "others"), [(1, 1), (100, 17), (5, 250)])
+def test_a_context_of_another_length(tokens: int, others: int, tmp_path: Path) -> None:
+    model = _lively(_Cross())
+    example = {"x": torch.randn(1, 24, 6), "context": torch.randn(1, 9, 6)}
+    path = export_bundle(model, form="streamed", chunk=8, example_inputs=example, out=tmp_path / "a.pom").bundle
+    artifact = Bundle.open(path).manifest.artifacts[0]
+    assert artifact.stream is not None
+    assert [step.axis for step in artifact.stream.passes] == ["tokens", "context_tokens"] * 2 + ["tokens"]
+    generator = torch.Generator().manual_seed(0)
+    inputs = {"x": torch.randn(1, tokens, 6, generator=generator), "context": torch.randn(1, others, 6, generator=generator)}
+    done: list[tuple[int, int]] = []
+    for spill in (None, tmp_path):
+        with open_session(path, spill=spill) as session, torch.no_grad():
+            session.progress = lambda so_far, total: done.append((so_far, total))
+            found = session.run_named({name: value.numpy() for name, value in inputs.items()})
+            wide = model.double()(**{name: value.double() for name, value in inputs.items()})
+            for value, expected in zip(found.values(), wide, strict=True):
+                assert snr_db(value, expected.numpy()) > 110
+        model.float()
+    assert done[-1][0] == done[-1][1]
+    assert check_bundle(path, layers=True).passed
+
+
 class _LogAndPool(nn.Module):
     """A padded token of zeros would be log(0); and the pooled output comes first, though it is finished last."""
 
@@ -160,6 +206,19 @@ class _Scaled(_FirstToken):
         return self.mixer(x) / x.shape[1]  # type: ignore[no-any-return]
 
 
+class _Chosen(_FirstToken):
+    """Every token takes the last value of a token of the context."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        index = (x[:, :, :1] > 0).long().expand(-1, -1, 6)
+        return self.mixer(x) + context.gather(1, index)  # type: ignore[no-any-return]
+
+
+class _Added(_FirstToken):
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.mixer(x) + context  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -172,13 +231,17 @@ class _Scaled(_FirstToken):
         (_Prefix, "token axis|axis of tokens"),
         (_Softmax, "goes along the token axis"),
         (_Scaled, "computes with the number of tokens"),
+        (_Chosen, "picks tokens of one input for those of another"),
+        (_Added, "does not leave tokens, context_tokens free.*--form parallel"),
     ],
 )
 def test_models_without_a_streamed_form(make: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"{message}.*no streamed form"):
-        export_bundle(
-            _lively(make()), form="streamed", chunk=8, example_inputs={"x": torch.randn(1, 24, 6)}, out=tmp_path / "a.pom"
-        )
+    model = _lively(make())
+    example = {"x": torch.randn(1, 24, 6)}
+    if isinstance(model, (_Chosen, _Added)):
+        example["context"] = torch.randn(1, 24, 6)
+    with pytest.raises(InputError, match=f"{message}.*no streamed form|{message}"):
+        export_bundle(model, form="streamed", chunk=8, example_inputs=example, out=tmp_path / "a.pom")
     assert not list(tmp_path.iterdir())
 
 
@@ -232,7 +295,7 @@ def test_a_place_to_spill_that_is_none(rotary_pom: tuple[nn.Module, Path], encod
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Buffer(tmp_path) as buffer:
-        with pytest.raises(InputError, match=r"the tokens take \d+ MiB, and \d+ MiB are free"):
+        with pytest.raises(InputError, match=r"the tokens take [\d.]+ MiB, and [\d.]+ MiB are free"):
             buffer.rows(1 << 40, (1, 16, 64), 1, np.dtype(np.float32))
         rows = buffer.rows(100, (1, 16, 64), 1, np.dtype(np.float32))
 
