@@ -11,6 +11,7 @@ import numpy as np
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import BundleError, InputError, require
 from pom_edge.runtimes.session import Session
+from pom_edge.system import trim_heap
 
 PROVIDER = "CPUExecutionProvider"
 
@@ -31,7 +32,10 @@ def _register_arena() -> None:
 def native_session(model: str | bytes, threads: int | None = None, weights_folder: Path | None = None) -> Any:
     """An ``onnxruntime.InferenceSession`` with our options.
 
-    The memory pattern is off: a third less peak memory at no cost in time (measured), and lengths vary here.
+    The memory pattern is off: a third less peak memory at no cost in time (measured), and lengths vary here. So is the
+    planner's reuse of buffers (allocation_planner.cc, FindReusableTensor): it sets a dead tensor's buffer aside for the next
+    tensor of the same symbolic shape, where the arena could give it to any; it took up to a third more memory and no less
+    time (docs/performance.md), and without it the arena does exactly what :mod:`pom_edge.runtimes.memory` simulates.
 
     Args:
         model: path of a file, or a serialized graph.
@@ -45,6 +49,7 @@ def native_session(model: str | bytes, threads: int | None = None, weights_folde
     ort = require("onnxruntime", "export")
     options = ort.SessionOptions()
     options.enable_mem_pattern = False
+    options.enable_mem_reuse = False
     _register_arena()
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4  # errors arrive as exceptions, with our message
@@ -76,6 +81,7 @@ class OnnxRuntimeSession(Session):
                 raise
             except Exception as error:  # onnxruntime raises its own family of exceptions
                 raise BundleError(f"ONNX Runtime {self._version} cannot load {file}: {error}") from error
+        trim_heap()  # parsing and optimising leave megabytes of freed pages behind
 
     @property
     def runtime(self) -> str:

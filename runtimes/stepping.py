@@ -85,7 +85,7 @@ def join(pieces: Sequence[Mapping[str, np.ndarray]], axes: Mapping[str, int]) ->
             continue
         axis = axes.get(name, 1)
         rows = [piece[name] for piece in pieces]
-        joined[name] = rows[-1] if axis == NO_AXIS else np.concatenate(rows, axis=axis)
+        joined[name] = rows[-1] if axis == NO_AXIS or len(rows) == 1 else np.concatenate(rows, axis=axis)
     return joined
 
 
