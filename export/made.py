@@ -6,6 +6,7 @@ ONNX say.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from pom_edge.export.reference import Arrays, TorchSession
 from pom_edge.export.streamed import OFFSET, VALID, Pass, Split, Splitter
 from pom_edge.runtimes.layers import open_tapped
 from pom_edge.runtimes.onnxruntime_session import native_session
+from pom_edge.runtimes.rounding import open_rounded
 from pom_edge.runtimes.stepping import Execute
 from pom_edge.runtimes.streamed import run_stream
 from pom_edge.runtimes.tokens import Buffer
@@ -48,9 +50,16 @@ class Made(ABC):
     """
 
     chunk: int = 0
+    precision: str = "fp32"
 
     def __init__(self, plan: Plan, graphs: list[Graph]) -> None:
         self.plan, self.graphs = plan, graphs
+
+    def typed(self, graphs: list[Graph], precision: str) -> Made:
+        """The same form with other graphs."""
+        made = copy.copy(self)
+        made.graphs, made.precision = graphs, precision
+        return made
 
     @property
     @abstractmethod
@@ -70,8 +79,21 @@ class Made(ABC):
         """Outputs and mixers by name from the traced PyTorch model; None where there is none."""
 
     @abstractmethod
+    def files(self) -> list[str]:
+        """Where each graph lies inside the folder."""
+
+    @abstractmethod
+    def drive(self, executes: list[Execute]) -> Execute:
+        """All graphs together, from something that executes each."""
+
     def written(self, folder: Path) -> Execute:
-        """The same from the written ONNX files."""
+        """Outputs and mixers by name from the written ONNX files."""
+        executes: list[Execute] = []
+        for file, graph in zip(self.files(), self.graphs, strict=True):
+            taps = {path: str(value.name) for path, value in graph.taps.items()}
+            open_graph = open_rounded if self.precision == "bf16" else open_tapped
+            executes.append(open_graph(folder / file, {name: name for name in graph.outputs} | taps))
+        return self.drive(executes)
 
     @abstractmethod
     def fields(self) -> dict[str, Any]:
@@ -109,11 +131,22 @@ class Single(Made):
 
     def __init__(self, plan: Plan, graph: Graph, batch: Extent, tokens: Extent) -> None:
         super().__init__(plan, [graph])
-        self.graph, self._bounds = graph, {BATCH: batch, TOKENS: tokens}
+        self._bounds = {BATCH: batch, TOKENS: tokens}
+
+    @property
+    def graph(self) -> Graph:
+        """The one there is."""
+        return self.graphs[0]
+
+    def files(self) -> list[str]:
+        return [self.file]
+
+    def drive(self, executes: list[Execute]) -> Execute:
+        return executes[0]
 
     @property
     def file(self) -> str:
-        return f"{self.plan.form}.fp32{'.ragged' if self.plan.ragged else ''}.onnx"
+        return f"{self.plan.form}.{self.precision}{'.ragged' if self.plan.ragged else ''}.onnx"
 
     def lint(self) -> list[str]:
         return lint(GraphContext(self.graph))
@@ -128,10 +161,6 @@ class Single(Made):
             return None
         session = TorchSession(self.plan.model, [self.plan.inside + name for name in self.mixers if name])
         return lambda inputs: self.plan.named(_merged(session.run(inputs)))
-
-    def written(self, folder: Path) -> Execute:
-        values = {name: name for name in self.graph.outputs}
-        return open_tapped(folder / self.file, values | {path: str(value.name) for path, value in self.graph.taps.items()})
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -154,10 +183,10 @@ class Passes(Made):
 
     @property
     def file(self) -> str:
-        return self._file(0)
+        return self.files()[0]
 
-    def _file(self, index: int) -> str:
-        return f"streamed.fp32/pass-{index}.onnx"
+    def files(self) -> list[str]:
+        return [f"streamed.{self.precision}/pass-{index}.onnx" for index in range(len(self.graphs))]
 
     def lint(self) -> list[str]:
         notes = [note for graph in self.graphs for note in lint(GraphContext(graph))]
@@ -165,8 +194,8 @@ class Passes(Made):
 
     def save(self, folder: Path, metadata: dict[str, str]) -> list[str]:
         files = []
-        for index, graph in enumerate(self.graphs):
-            path = folder / self._file(index)
+        for file, graph in zip(self.files(), self.graphs, strict=True):
+            path = folder / file
             path.parent.mkdir(exist_ok=True)
             files += [f"{path.parent.name}/{name}" for name in save_graph(graph.model, path, metadata)]
             check_file(path)
@@ -184,7 +213,7 @@ class Passes(Made):
             image=self.plan.image,
             passes=[
                 PassSpec(
-                    file=self._file(index),
+                    file=file,
                     inputs=step.inputs,
                     stores=step.stores,
                     sums=[SumSpec(name=each.name, mean=each.mean, rows=each.rows) for each in step.sums],
@@ -193,11 +222,11 @@ class Passes(Made):
                     axis=step.axis,
                     mixers={path: str(value.name) for path, value in graph.taps.items()},
                 )
-                for index, (step, graph) in enumerate(zip(self.split.passes, self.graphs, strict=True))
+                for file, step, graph in zip(self.files(), self.split.passes, self.graphs, strict=True)
             ],
         )
 
-    def _through(self, executes: list[Execute]) -> Execute:
+    def drive(self, executes: list[Execute]) -> Execute:
         spec = self.spec
 
         def run(inputs: Arrays) -> Mapping[str, np.ndarray]:
@@ -207,15 +236,7 @@ class Passes(Made):
         return run
 
     def traced(self) -> Execute | None:
-        return self._through([_torch_pass(step) for step in self.split.passes])
-
-    def written(self, folder: Path) -> Execute:
-        executes: list[Execute] = []
-        for index, (step, graph) in enumerate(zip(self.split.passes, self.graphs, strict=True)):
-            names = {name: name for name in step.outputs if name not in step.taps}
-            taps = {path: str(value.name) for path, value in graph.taps.items()}
-            executes.append(open_tapped(folder / self._file(index), names | taps))
-        return self._through(executes)
+        return self.drive([_torch_pass(step) for step in self.split.passes])
 
     def fields(self) -> dict[str, Any]:
         limits: dict[str, tuple[int, int | None]] = {}

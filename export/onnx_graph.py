@@ -18,6 +18,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.convenience import create_value_mapping
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
@@ -90,6 +91,13 @@ class Graph:
     taps: dict[str, ir.Value] = field(default_factory=dict)
     layer_norms: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
+
+    def clone(self) -> Graph:
+        """A copy whose model can be changed."""
+        model = self.model.clone()
+        values = create_value_mapping(model.graph)
+        taps = {path: values[str(value.name)] for path, value in self.taps.items()}
+        return Graph(model, self.outputs, taps, self.layer_norms, self.mixers)
 
     @contextlib.contextmanager
     def tapped(self) -> Iterator[ir.Model]:

@@ -169,6 +169,7 @@ class Artifact(_Model):
     notes: list[str] = Field(default_factory=list)
     verified: str
     parity: dict[str, Any] | None = None
+    ranges: dict[str, Any] | None = None  # half precision: how large values get, how that is known, and what stays FP32
     cost: dict[str, float] = Field(default_factory=dict)
 
     @field_validator("precision")

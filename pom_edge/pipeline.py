@@ -11,8 +11,8 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,28 +20,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.errors import GateError, InputError, PomError, require
+from pom_edge.errors import GateError, InputError, require
 from pom_edge.exchange import writing_errors
-from pom_edge.metric import Metric, runner
+from pom_edge.gates import Stage, against, against_graph, hold_metric, hold_stage, missed, parity_entry, prove_gate
+from pom_edge.metric import Metric
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.memory import Prediction, measure_peak, predict
-from pom_edge.runtimes.parity import (
-    GATES_DB,
-    MAX_SNR_DB,
-    Arrays,
-    Metrics,
-    Vacuity,
-    compare,
-    measure,
-    prove_not_vacuous,
-    summarise,
-    worst,
-)
+from pom_edge.runtimes.parity import GATES_DB, MAX_SNR_DB
 from pom_edge.runtimes.session import open_session
-from pom_edge.runtimes.stepping import Execute
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,12 +40,13 @@ if TYPE_CHECKING:
     from pom_edge.subject import Subject
 
 TARGETS = ("onnx",)
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "fp16", "bf16")
 FORMS = ("parallel", "recurrent", "streamed")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
 SMALLER_CHUNKS = (None, 512, 256, 128, 64)  # within a budget: the fastest, then smaller ones
+EVALUATED = "evaluated, every operator rounded to BF16; not run"
 MEASURED = "chunk "  # how a note begins that says what was measured here: it would make two exports of one model differ
 Step = Callable[[str], None]
 
@@ -317,7 +305,6 @@ class _OverBudgetError(GateError):
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The steps after reading; see the module's docstring."""
-    from pom_edge.export.arena import arena_plan
     from pom_edge.export.golden import record, store
     from pom_edge.export.inputs import Extent, check_example
 
@@ -336,27 +323,13 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     cases, refused = record(_cases(subject, made, batch, tokens), plan.reference)
     notes += refused
 
-    gate_db = options.snr_db or GATES_DB["fp32"]
+    config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
+    metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
     with write_bundle(out, options.overwrite) as folder:
-        step("write the graph")
-        metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "form": plan.form, "precision": "fp32"}
-        config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
-        with writing_errors(folder / made.file):
-            files = made.save(folder, {**metadata, "config_hash": config_hash})
-        step("compare with PyTorch")
-        parity = hold_gates(made, folder, cases, gate_db)
-        artifact = Artifact(
-            target="onnx",
-            form=plan.form,
-            precision="fp32",
-            file=made.file,
-            files=files,
-            notes=[note for note in notes if not note.startswith(MEASURED)],
-            verified="onnxruntime (CPU)",
-            parity=parity,
-            **made.fields(),
-            arena=[arena_plan(folder / file) for file in files if file.endswith(".onnx")],
-        )
+        builder = _Builder(made, cases, folder, metadata, options, step)
+        builder.hold_fp32()
+        built = [builder.build(precision) for precision in dict.fromkeys(options.precisions)]
+        notes += [note for each in built for note in each.notes]
         golden, entries = store(cases)
         fields = {
             "name": out.stem,
@@ -368,10 +341,14 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             "config_hash": config_hash,
             "class_names": subject.class_names,
             "warnings": subject.warnings,
-            "artifacts": [artifact],
             "golden": entries,
         }
-        finish_bundle(folder, fields, golden)
+
+        def finish() -> None:
+            artifacts = [_artifact(each, folder, [note for note in notes if not note.startswith(MEASURED)]) for each in built]
+            finish_bundle(folder, {**fields, "artifacts": artifacts}, golden)
+
+        finish()
         if options.memory_budget is not None:
             step("predict its memory")
             prediction = predict(folder, tokens.maximum or tokens.minimum, batch.maximum or 1)
@@ -380,24 +357,128 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             notes.append(f"memory predicted: {prediction.total / 2**20:.1f} MiB of {options.memory_budget / 2**20:.1f} MiB")
         if metric is not None:
             step("measure the metric")
-            parity["metric"] = hold_metric(metric, folder, plan)
-            finish_bundle(folder, {**fields, "artifacts": [artifact.model_copy(update={"parity": parity})]}, golden)
+            for each in built:
+                each.parity["metric"] = hold_metric(metric, folder, plan, each.made.file)
+            finish()
         step("check the bundle")
-        run_ms, run_inputs, memory = _check_bundle(folder, step)
-    report = ArtifactReport(
-        "onnx",
-        plan.form,
-        "fp32",
-        made.file,
-        _bytes(out, files),
-        artifact.verified,
-        parity,
-        made.nodes,
-        run_ms,
-        run_inputs,
-        memory,
+        reports = [_check_artifact(folder, each, step) for each in built]
+    return ExportReport(out, reports, warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
+
+
+@dataclass
+class _Built:
+    """One artifact on its way into the manifest."""
+
+    made: Made
+    files: list[str]
+    parity: dict[str, Any]
+    ranges: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class _Builder:
+    """Artifacts of several precisions from one FP32 form, each held against PyTorch.
+
+    Args:
+        made: in FP32.
+        cases: recorded inputs and answers.
+        folder: of the bundle in the making.
+        metadata: of every graph.
+    """
+
+    def __init__(
+        self, made: Made, cases: list[Case], folder: Path, metadata: dict[str, str], options: ExportOptions, step: Step
+    ) -> None:
+        self._made, self._cases, self._folder = made, cases, folder
+        self._metadata, self._options, self._step = metadata, options, step
+        self._outputs = list(cases[0].outputs)
+        self._stages: dict[str, Stage] = {}
+        self._files: list[str] = []
+
+    def hold_fp32(self) -> None:
+        """The lowered model and the FP32 graph are the model, whatever precision comes after."""
+        gate_db = self._gate_db("fp32") if "fp32" in self._options.precisions else GATES_DB["fp32"]
+        traced = self._made.traced()
+        if traced is not None:
+            self._step("compare the lowered model with PyTorch")
+            self._stages["lowered"] = against(self._cases, self._made.plan, traced)
+            hold_stage("lowered", self._stages["lowered"], gate_db, self._made.plan, self._outputs)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            folder = self._folder if "fp32" in self._options.precisions else Path(elsewhere)
+            self._files = self._save(self._made, folder)
+            self._step("compare the graph with PyTorch")
+            self._stages["onnx"] = against_graph(self._cases, self._made.plan, self._made.written(folder))
+        hold_stage("onnx", self._stages["onnx"], gate_db, self._made.plan, self._outputs)
+
+    def build(self, precision: str) -> _Built:
+        """One artifact, its gates held.
+
+        Raises:
+            GateError: it misses one, whatever is kept in FP32.
+        """
+        if precision == "fp32":
+            return _Built(self._made, self._files, self._parity(self._stages, precision))
+        return self._half(precision)
+
+    def _half(self, precision: str) -> _Built:
+        from pom_edge.export.inputs import Extent
+        from pom_edge.export.typed import look, typed
+
+        self._step(f"bound every value for {precision}")
+        facts = look(self._made, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
+        keep: set[str] = set()
+        gate_db = self._gate_db(precision)
+        while True:
+            made, ranges = typed(self._made, precision, facts, keep)
+            made.lint()
+            files = self._save(made, self._folder)
+            self._step(f"compare {precision} with PyTorch")
+            stage = against_graph(self._cases, made.plan, made.written(self._folder))
+            failed = missed(stage, gate_db)
+            if not failed:
+                break
+            mixers = {name: m.snr_db for name, m in stage.items() if name not in self._outputs}
+            below = {name.split("#")[0] for name in failed if name in mixers}
+            more = (below or {min(mixers, key=lambda name: mixers[name]).split("#")[0] for _ in (0,) if mixers}) - keep
+            if not more:
+                hold_stage("typed", stage, gate_db, made.plan, self._outputs)
+            keep |= more
+        notes = [f"{precision}: {', '.join(sorted(keep))} kept in FP32, below the gate of {gate_db:g} dB"] if keep else []
+        return _Built(made, files, self._parity({**self._stages, "typed": stage}, precision), ranges, notes)
+
+    def _gate_db(self, precision: str) -> float:
+        return max(self._options.snr_db or 0.0, GATES_DB[precision])
+
+    def _parity(self, stages: dict[str, Stage], precision: str) -> dict[str, Any]:
+        gate_db = self._gate_db(precision)
+        vacuity = prove_gate(self._cases, self._made.plan.reference, self._made.mixers, gate_db)
+        return parity_entry(stages, gate_db, self._outputs, vacuity)
+
+    def _save(self, made: Made, folder: Path) -> list[str]:
+        self._step(f"write the graph in {made.precision}")
+        with writing_errors(folder / made.file):
+            return made.save(folder, {**self._metadata, "form": made.plan.form, "precision": made.precision})
+
+
+def _artifact(built: _Built, folder: Path, notes: list[str]) -> Artifact:
+    """The manifest's entry."""
+    from pom_edge.export.arena import arena_plan
+
+    made = built.made
+    runs = made.precision != "bf16"  # ONNX Runtime has no BF16 kernels on the CPU
+    return Artifact(
+        target="onnx",
+        form=made.plan.form,
+        precision=made.precision,
+        file=made.file,
+        files=built.files,
+        notes=notes,
+        verified="onnxruntime (CPU)" if runs else EVALUATED,
+        parity=built.parity,
+        ranges=built.ranges,
+        **made.fields(),
+        arena=[arena_plan(folder / file) if runs else None for file in made.files()],
     )
-    return ExportReport(out, [report], warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
 
 
 def _plan(subject: Subject, options: ExportOptions, batch: Extent, tokens: Extent) -> Plan:
@@ -485,175 +566,13 @@ def _cases(subject: Subject, made: Made, batch: Extent, tokens: Extent) -> list[
     return stream_cases(example, axes, tokens, samples, plan.frame, plan.ragged)
 
 
-def hold_gates(made: Made, folder: Path, cases: list[Case], gate_db: float) -> dict[str, Any]:
-    """Compare every output and every mixer's own output with PyTorch, and prove that the comparison can fail.
-
-    Returns:
-        The parity entry of the artifact.
-
-    Raises:
-        InputError: the traced model is not the model, so it has no such form.
-        GateError: a value misses the gate (with the first stage that does), or the gate is vacuous.
-    """
-    plan = made.plan
-    stages: dict[str, dict[str, Metrics]] = {}
-    traced = made.traced()
-    if traced is not None:
-        stages["lowered"] = _against(cases, plan, traced)
-    stages["onnx"] = _against_graph(cases, plan, made.written(folder))
-    outputs = list(cases[0].outputs)
-    for stage, metrics in stages.items():
-        missed = {name: m for name, m in metrics.items() if not m.passes(gate_db)}
-        if missed and all(m.passes(GATES_DB["fp32"]) for m in missed.values()):
-            lowest = min(missed.values(), key=lambda m: m.snr_db)
-            raise GateError(
-                f"--snr {gate_db:g} asks for more than FP32 rounding leaves here: {lowest.snr_db:.1f} dB. The FP32 gate of "
-                f"{GATES_DB['fp32']:g} dB holds; give --snr {math.floor(lowest.snr_db)} or less"
-            )
-        if missed and stage == "lowered" and plan.form != "parallel":
-            raise InputError(_other_interaction(plan.form, missed))
-        if missed:
-            raise GateError(_missed(stage, missed, gate_db, outputs))
-    vacuity = prove_gate(cases, plan.reference, made.mixers, gate_db)
-    found = worst([stages["onnx"][name] for name in outputs])
-    layers = {name: m.snr_db for name, m in stages["onnx"].items() if name not in outputs}
-    name = min(layers, key=lambda key: layers[key]) if layers else None
-    return {
-        "snr_db": round(found.snr_db, 2),
-        "gate_db": gate_db,
-        "snr_db_eager": None,
-        "worst_mixer": None if name is None else {"name": name, "snr_db": round(layers[name], 2)},
-        "cosine": found.cosine,
-        "max_rel": found.max_rel,
-        "nonfinite": found.nonfinite,
-        "top1": found.top1,
-        "stages": {stage: round(worst(list(metrics.values())).snr_db, 2) for stage, metrics in stages.items()},
-        "vacuity": [{"test": v.test, "caught": v.caught, "note": v.note} for v in vacuity],
-        "passed": True,
-    }
-
-
-def hold_metric(metric: Metric, folder: Path, plan: Plan) -> dict[str, Any]:
-    """The task metric of the bundle in ``folder`` beside PyTorch's.
-
-    Raises:
-        GateError: it drops further than it may, or is vacuous.
-    """
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in plan.example.items()}
-    model, zeros = (
-        runner(lambda inputs, part=part: plan.reference.run(inputs, part)[0], dtypes)  # type: ignore[misc]
-        for part in (None, "")
-    )
-    points = metric.reference(model, zeros)
-    with open_session(folder) as session:
-        entry = metric.compare(points, metric.of(session.run))
-    if not entry["passed"]:
-        raise GateError(
-            f"{metric.name} drops from {entry['pytorch']:g} to {entry['artifact']:g} points, more than {metric.max_drop:g}; "
-            "raise --max-drop, or choose a higher precision"
-        )
-    return entry
-
-
-def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: float) -> list[Vacuity]:
-    """Zero each mixer in turn, zero and permute the outputs: the gate must notice every one.
-
-    Raises:
-        GateError: it does not; the gate would pass a broken model.
-    """
-    case = min(cases, key=lambda c: c.nbytes)
-    true = _merged((case.outputs, case.taps))
-    results: list[Vacuity] = []
-    for name in mixers:
-        taps = [true[key] for key in true if key.split("#")[0] == name]
-        if name and not taps:
-            results.append(Vacuity(f"zeroed mixer {name}", None, "it does not run for these inputs"))
-            continue
-        taps = taps or list(case.outputs.values())
-        if not any(np.any(tap) for tap in taps):
-            results.append(Vacuity(f"zeroed mixer {name}", None, "its output is zero already"))
-            continue
-        dead = _merged(reference.run(case.inputs, zeroed=name))
-        results.append(Vacuity(f"zeroed mixer {name}", not compare(true, dead, gate_db).passed))
-    of_outputs = [result for each in cases for result in prove_not_vacuous(each.outputs, gate_db)]
-    results = summarise([*results, *of_outputs])
-    if not any(result.caught for result in of_outputs):
-        raise GateError(
-            "PyTorch's own answers are zero, or the same for every token and sample, so no comparison could fail and none "
-            "proves "
-            "anything. Is the model trained, and does its output depend on its input?"
-        )
-    missed = [result.test for result in results if result.caught is False]
-    if missed:
-        raise GateError(
-            f"the parity gate of {gate_db:g} dB is vacuous: it does not notice {', '.join(missed)}. "
-            "The example inputs do not exercise the model; give real ones with --example"
-        )
-    return results
-
-
-def _against_graph(cases: list[Case], plan: Plan, execute: Execute) -> dict[str, Metrics]:
-    try:
-        return _against(cases, plan, execute)
-    except PomError:
-        raise
-    except Exception as error:  # onnxruntime's own exceptions: the graph does not run at one of the sizes
-        tried = "; ".join(case.description for case in cases)
-        raise GateError(
-            f"the graph does not run at every size ({tried}): {str(error).splitlines()[0]}. If the model fixes its token "
-            "count, export with --tokens N"
-        ) from error
-
-
-def _against(cases: list[Case], plan: Plan, execute: Execute) -> dict[str, Metrics]:
-    """The worst figures of every value over all cases."""
-    collected: dict[str, list[Metrics]] = {}
-    for case in cases:
-        values = plan.through(execute, case.inputs, case.chunks)
-        for name, expected in _merged((case.outputs, case.taps)).items():
-            collected.setdefault(name, []).append(_measured(name, case, expected, values[name]))
-    return {name: worst(metrics) for name, metrics in collected.items()}
-
-
-def _other_interaction(form: str, missed: dict[str, Metrics]) -> str:
-    name, metrics = next(iter(missed.items()))
-    found = f"{metrics.nonfinite} NaN or infinity" if metrics.nonfinite else f"{metrics.snr_db:.1f} dB"
-    return (
-        f"chunk by chunk the model computes something else ({name}: {found}), so its tokens interact in "
-        "another way than through PoM: an attention, a convolution or a mean over tokens, or positions that it counts from 0. "
-        f"It has no {form} form; --form parallel exports it as it is"
-    )
-
-
-def _measured(name: str, case: Case, expected: np.ndarray, value: np.ndarray) -> Metrics:
-    if expected.shape != value.shape:
-        raise GateError(
-            f"{name} has shape {value.shape} for {case.description}, PyTorch answers {expected.shape}: a free axis is not "
-            "free in this model. Fix it with --tokens N or --batch N"
-        )
-    return measure(expected, value)
-
-
-def _merged(pair: tuple[Arrays, Arrays]) -> dict[str, np.ndarray]:
-    return {**pair[0], **pair[1]}
-
-
-def _missed(stage: str, missed: dict[str, Metrics], gate_db: float, outputs: list[str]) -> str:
-    listed = ", ".join(
-        f"{'output' if name in outputs else 'mixer'} {name} {m.snr_db:.1f} dB"
-        + (f" ({m.nonfinite} NaN/Inf)" if m.nonfinite else "")
-        for name, m in list(missed.items())[:6]
-    )
-    what = {"lowered": "the lowered PyTorch model", "onnx": "the ONNX graph in ONNX Runtime"}[stage]
-    return f"{what} is not the model: {listed}; the gate is {gate_db:g} dB. First stage that differs: {stage}"
-
-
-def _check_bundle(folder: Path, step: Step) -> tuple[float, str, dict[str, int] | None]:
+def _check_artifact(folder: Path, built: _Built, step: Step) -> ArtifactReport:
     """Open the finished folder as a device would and check it; then time (ms) and measure one run of its largest case.
 
     The figures go into the report and not into the manifest: they would make two exports of the same model differ.
     """
-    with open_session(folder) as session:
+    made = built.made
+    with open_session(folder, artifact=made.file) as session:
         report: CheckReport = check_session(session)
         if not report.passed:
             failed = [f"{name} {m.snr_db:.1f} dB" for name, m in report.artifacts[0].outputs.items()]
@@ -665,8 +584,20 @@ def _check_bundle(folder: Path, step: Step) -> tuple[float, str, dict[str, int] 
         session.run_named(inputs)
         run_ms = round(1e3 * (time.perf_counter() - start), 3)
     step("measure its memory")
-    peak = measure_peak(folder, None, inputs)
-    return run_ms, case.description, None if peak is None else peak.to_dict()
+    peak = measure_peak(folder, made.file, inputs)
+    return ArtifactReport(
+        "onnx",
+        made.plan.form,
+        made.precision,
+        made.file,
+        _bytes(folder, built.files),
+        session.artifact.verified,
+        built.parity,
+        made.nodes,
+        run_ms,
+        case.description,
+        None if peak is None else peak.to_dict(),
+    )
 
 
 def _bytes(folder: Path, files: list[str]) -> int:

@@ -11,6 +11,7 @@ from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError, require
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import Metrics, measure, worst
+from pom_edge.runtimes.rounding import open_rounded
 from pom_edge.runtimes.stepping import Execute, is_state, run_case
 from pom_edge.runtimes.streamed import run_stream
 from pom_edge.runtimes.tokens import Buffer
@@ -61,13 +62,14 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
 def _tapped(bundle: Bundle, artifact: Artifact) -> Execute:
     """The artifact with its mixers' outputs, whatever its form."""
     stream = artifact.stream
+    open_graph = open_rounded if artifact.precision == "bf16" else open_tapped
     if stream is None:
         states = {spec.name: spec.name for spec in artifact.outputs if is_state(spec.name)}
-        return open_tapped(bundle.path / artifact.file, artifact.mixers | states)
+        return open_graph(bundle.path / artifact.file, artifact.mixers | states)
     executes = []
     for step in stream.passes:
         own = {name: name for name in (*step.stores, *(each.name for each in step.sums), *step.results)}
-        executes.append(open_tapped(bundle.path / step.file, own | step.mixers))
+        executes.append(open_graph(bundle.path / step.file, own | step.mixers))
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         with Buffer() as buffer:
