@@ -6,6 +6,7 @@ Importing this package imports neither torch nor onnx: every name below is loade
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from pom_edge.runtimes import open_session as open_session
 
 __version__ = "0.1.0"
+
+# A checkout without its links (Windows, a zip) has pom_edge.export and its siblings beside this folder.
+if not (Path(__path__[0]) / "runtimes").is_dir() and (Path(__path__[0]).parent / "runtimes" / "session.py").is_file():
+    __path__.append(str(Path(__path__[0]).parent))
 
 _HOME = {
     "ModelConfig": "pom_edge.models",

@@ -261,7 +261,7 @@ class Bundle:
         except BundleError as error:
             if intact:
                 raise
-            raise BundleError(f"{error}. ({edited})") from error
+            raise BundleError(f"{edited}. (The first thing wrong: {error})") from error
         if not intact:
             raise BundleError(edited)
         return cls(path, manifest)

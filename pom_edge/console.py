@@ -121,15 +121,20 @@ def print_export(report: ExportReport) -> None:
             artifact.precision,
             artifact.file,
             human_bytes(artifact.bytes),
-            f"{parity['snr_db']:.1f} dB (gate {parity['gate_db']:g})" if parity else artifact.verified,
+            f"{parity['snr_db']:.1f} dB (gate {parity['gate_db']:g})" if parity else "none",
             f"{mixer['snr_db']:.1f} dB" if mixer else "-",
             human_bytes(artifact.memory["total_bytes"]) if artifact.memory else "not measured",
-            f"{artifact.run_ms:.1f} ms",
+            "not run" if artifact.run_ms is None else f"{artifact.run_ms:.1f} ms",
         )
     console = _console()
     console.print(table)
     for artifact in report.artifacts:
-        print(f"memory (of the whole process) and time: one run of {artifact.run_inputs} in ONNX Runtime")
+        if artifact.run_ms is None:
+            print(f"{artifact.file}: {artifact.verified}")
+        else:
+            print(
+                f"{artifact.file}: memory of the whole process and time of one run of {artifact.run_inputs}, {artifact.verified}"
+            )
         if (artifact.parity or {}).get("metric"):
             print(say_metric((artifact.parity or {})["metric"]))
     for warning in report.warnings:

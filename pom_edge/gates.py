@@ -114,10 +114,12 @@ def hold_metric(metric: Metric, folder: Path, plan: Plan, file: str) -> dict[str
     points = metric.reference(model, zeros)
     with open_session(folder, artifact=file) as session:
         entry = metric.compare(points, metric.of(session.run))
+    if not entry["passed"] and (again := metric.of(model)) != points:
+        raise InputError(f"--metric: {metric.name} is not repeatable: PyTorch's model had {points:g} points and now {again:g}")
     if not entry["passed"]:
         raise GateError(
-            f"{metric.name} drops from {entry['pytorch']:g} to {entry['artifact']:g} points, more than {metric.max_drop:g}; "
-            "raise --max-drop, or choose a higher precision"
+            f"{metric.name} drops from {entry['pytorch']:g} to {entry['artifact']:g} points in {file}, more than "
+            f"{metric.max_drop:g}; allow it by --max-drop, or keep a higher precision"
         )
     return entry
 

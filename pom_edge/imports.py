@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ __all__ = ["call_named", "import_callable", "import_path", "where"]
 
 @contextmanager
 def import_path(*folders: Path) -> Iterator[None]:
-    """Let imports see these folders first, as ``python script.py`` would, for as long as the block runs."""
+    """Let imports see these folders first, as ``python script.py`` would, for as long as the block runs.
+
+    A user's code may change the working directory: it is changed back, since every other path is relative to it.
+    """
+    here = Path.cwd()
     added = [str(folder.resolve()) for folder in folders]
     sys.path[:0] = added
     try:
@@ -28,6 +33,7 @@ def import_path(*folders: Path) -> Iterator[None]:
         for entry in added:
             if entry in sys.path:
                 sys.path.remove(entry)
+        os.chdir(here)
 
 
 def import_callable(spec: str, option: str) -> Callable[..., Any]:
@@ -52,7 +58,7 @@ def import_callable(spec: str, option: str) -> Callable[..., Any]:
         raise InputError(f"{option}: {module_name} has no {name!r}; it defines {', '.join(sorted(own)) or 'no callable'}")
     found = getattr(module, name)
     if not callable(found):
-        raise InputError(f"{option}: {spec} is of type {type(found).__name__}; expected a function or class without arguments")
+        raise InputError(f"{option}: {spec} is of type {type(found).__name__}; expected something that can be called")
     return found  # type: ignore[no-any-return]
 
 

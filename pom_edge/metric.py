@@ -12,6 +12,7 @@ lower by more than the gate allows could not notice a broken artifact.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pom_edge.errors import GateError, InputError, PomError
-from pom_edge.imports import import_callable, where
+from pom_edge.imports import import_callable, import_path, where
 
 MAX_DROP = 0.5  # points, unless --max-drop says otherwise
 Outputs = Mapping[str, np.ndarray]
@@ -50,21 +51,26 @@ class Metric:
     name: str
     function: Callable[[Run], float]
     max_drop: float = MAX_DROP
+    told: bool = False  # the user said what may be lost
 
     @classmethod
     def named(cls, spec: str | Callable[[Run], float], max_drop: float | None = None) -> Metric:
         """From ``module:function``, or the function itself.
 
         Raises:
-            InputError: no such function, or a drop that is no number of points.
+            InputError: no such function of one argument, or a drop that is no number of points.
         """
-        if max_drop is not None and not 0 <= max_drop < math.inf:
-            raise InputError(f"--max-drop is {max_drop:g}; expected points that may be lost, 0 or more")
+        if not (isinstance(spec, str) or callable(spec)):
+            raise InputError(f"metric is {spec!r}; expected module:function, or a function of one argument")
+        if max_drop is not None and (isinstance(max_drop, (bool, str)) or not 0 <= max_drop < math.inf):
+            raise InputError(f"--max-drop is {max_drop}; expected points that may be lost, 0 or more")
         function = import_callable(spec, "--metric") if isinstance(spec, str) else spec
+        if inspect.iscoroutinefunction(function) or not _takes_one(function):
+            raise InputError(f"--metric: {spec} cannot be called as metric(run); expected a function of one argument")
         given = spec if isinstance(spec, str) else f"{spec.__module__}:{getattr(spec, '__name__', type(spec).__name__)}"
         module, _, name = given.rpartition(":")
         stem = re.split(r"[/\\.]", module.removesuffix(".py"))[-1]
-        return cls(f"{stem}:{name}", function, MAX_DROP if max_drop is None else max_drop)
+        return cls(f"{stem}:{name}", function, MAX_DROP if max_drop is None else max_drop, max_drop is not None)
 
     def of(self, run: Run) -> float:
         """The metric of one model, in points.
@@ -72,28 +78,33 @@ class Metric:
         Raises:
             InputError: it raises, never runs the model, or returns something else than a finite number.
         """
-        calls = 0
+        answers: list[str] = []
 
         def counted(x: np.ndarray | None = None, /, **inputs: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
-            nonlocal calls
-            calls += 1
-            return run(x, **inputs)
+            try:
+                found = run(x, **inputs)
+            except InputError as error:
+                raise InputError(f"--metric: {self.name} gave inputs that do not fit: {error}") from error
+            answers[:] = [f"a dict of {', '.join(found)}" if isinstance(found, dict) else f"one array {found.shape}"]
+            return found
 
         try:
-            value = self.function(counted)
+            with import_path():  # it may change the working directory
+                value = self.function(counted)
         except PomError:
             raise
         except (Exception, SystemExit) as error:
-            raise InputError(f"--metric: {self.name} raised {type(error).__name__}: {error}{where(error)}") from error
+            hint = f" (run gave {answers[0]})" if answers else ""
+            raise InputError(f"--metric: {self.name} raised {type(error).__name__}: {error}{where(error)}{hint}") from error
         try:
-            points = float(value)
-        except (TypeError, ValueError) as error:
+            points = float("nan" if isinstance(value, (bool, np.bool_)) else value)
+        except (TypeError, ValueError, OverflowError) as error:
             raise InputError(
                 f"--metric: {self.name} returned {type(value).__name__}; expected one number in points, more is better"
             ) from error
         if not math.isfinite(points):
-            raise InputError(f"--metric: {self.name} returned {points}; expected a finite number in points")
-        if not calls:
+            raise InputError(f"--metric: {self.name} returned {value}; expected a finite number in points")
+        if not answers:
             raise InputError(f"--metric: {self.name} never called the model that it was given; expected run(inputs) inside")
         return points
 
@@ -101,9 +112,16 @@ class Metric:
         """PyTorch's points.
 
         Raises:
+            InputError: the points look like a share of 1, of which half a point is half of everything.
             GateError: outputs of zeros are worth as much, so the metric could not notice a broken artifact.
         """
-        points, dead = self.of(torch_model), self.of(zeros)
+        points = self.of(torch_model)
+        if not self.told and 0 <= points <= 1:
+            raise InputError(
+                f"--metric: {self.name} gives PyTorch's model {points:g} points, of which {self.max_drop:g} could be "
+                "lost. If it is a share, return per cent; else say what may be lost by --max-drop"
+            )
+        dead = self.of(zeros)
         if dead >= points - self.max_drop:
             raise GateError(
                 f"the metric {self.name} is vacuous: PyTorch's model has {points:g} points, outputs of zeros {dead:g}, and "
@@ -124,6 +142,16 @@ class Metric:
         }
 
 
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature: the call itself will tell
+        return True
+    return True
+
+
 def runner(execute: Callable[[dict[str, np.ndarray]], Outputs], dtypes: Mapping[str, str]) -> Run:
     """Anything that takes inputs by name and returns outputs by name, as a :class:`Run`.
 
@@ -134,6 +162,9 @@ def runner(execute: Callable[[dict[str, np.ndarray]], Outputs], dtypes: Mapping[
 
     def run(x: np.ndarray | None = None, /, **inputs: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
         named = inputs if x is None else {next(iter(dtypes)): x, **inputs}
+        unknown = sorted(set(named) - set(dtypes))
+        if unknown:
+            raise InputError(f"inputs {', '.join(unknown)} are unknown; expected {', '.join(dtypes)}")
         outputs = execute({name: np.asarray(array).astype(dtypes.get(name)) for name, array in named.items()})
         return next(iter(outputs.values())) if len(outputs) == 1 else dict(outputs)
 

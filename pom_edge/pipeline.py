@@ -82,7 +82,9 @@ class ExportOptions:
         Raises:
             InputError: an unknown target, precision or form, with the list of known ones.
         """
-        if self.max_drop is not None and self.metric is None:
+        if self.metric is not None:
+            Metric.named(self.metric, self.max_drop)  # a typo is told before the work is done
+        elif self.max_drop is not None:
             raise InputError("--max-drop needs --metric module:function, whose points may drop")
         for what, asked, known in (
             ("target", self.targets, TARGETS),
@@ -116,7 +118,7 @@ class ArtifactReport:
     verified: str
     parity: dict[str, Any] | None
     nodes: int
-    run_ms: float
+    run_ms: float | None
     run_inputs: str
     memory: dict[str, int] | None
 
@@ -579,19 +581,23 @@ def _check_artifact(folder: Path, built: _Built, step: Step) -> ArtifactReport:
             raise GateError(
                 f"the written bundle does not hold its gate of {report.artifacts[0].gate_db:g} dB: {', '.join(failed)}"
             )
+        verified = session.artifact.verified
         case, inputs, _ = max(session.bundle.cases(), key=lambda found: sum(array.nbytes for array in found[1].values()))
         start = time.perf_counter()
         session.run_named(inputs)
         run_ms = round(1e3 * (time.perf_counter() - start), 3)
-    step("measure its memory")
-    peak = measure_peak(folder, made.file, inputs)
+    if verified == EVALUATED:
+        peak = run_ms = None  # the evaluator's, not the artifact's
+    else:
+        step("measure its memory")
+        peak = measure_peak(folder, made.file, inputs)
     return ArtifactReport(
         "onnx",
         made.plan.form,
         made.precision,
         made.file,
         _bytes(folder, built.files),
-        session.artifact.verified,
+        verified,
         built.parity,
         made.nodes,
         run_ms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def test_a_lower_metric_fails_the_export_and_leaves_nothing(tmp_path: Path) -> N
 
     def falling(run: Any) -> float:
         calls.append(energy(run))
-        return calls[-1] - 5 * len(calls)  # the third call is the artifact's
+        return calls[-1] - (5 if len(calls) == 3 else 0)  # the artifact
 
-    with pytest.raises(GateError, match=r"falling drops from .* to .* points, more than 0.5"):
+    with pytest.raises(GateError, match=r"falling drops from .* to .* points in parallel.fp32.onnx, more than 0.5"):
         export_bundle(model(), example_inputs={"x": X}, out=tmp_path / "m.pom", metric=falling)
     assert not list(tmp_path.iterdir())
 
@@ -76,14 +77,43 @@ def test_a_lower_metric_fails_the_export_and_leaves_nothing(tmp_path: Path) -> N
         (lambda run: 50.0, InputError, "never called the model"),
         (lambda run: float(run(X).sum() * np.nan), InputError, "finite number"),
         (lambda run: run(X), InputError, "returned ndarray; expected one number"),
+        (lambda run: run(X).size * 10**400, InputError, "returned int; expected one number"),
+        (lambda run: bool(run(X).any()), InputError, "returned True; expected a finite number"),
+        (lambda run: float(run(X).any()), InputError, "gives PyTorch's model 1 points, of which 0.5 could be lost"),
+        (lambda run: run(X)["logits"], InputError, r"IndexError.*run gave one array \(4, 9, 8\)"),
+        (lambda: 1.0, InputError, "cannot be called as metric"),
+        (5, InputError, "metric is 5; expected"),
         (lambda run: [][0], InputError, r"raised IndexError: list index out of range \(.*line"),
-        (lambda run: run(context=X), InputError, "context"),
+        (lambda run: run(context=X), InputError, "gave inputs that do not fit: inputs context are unknown; expected x"),
+        (lambda run: run(X[0]), InputError, "features have shape"),
     ],
 )
 def test_metrics_that_prove_nothing_are_refused(tmp_path: Path, function: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         export_bundle(model(), example_inputs={"x": X}, out=tmp_path / "m.pom", metric=function)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_metric_that_changes_with_every_call_is_not_blamed_on_the_artifact(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def fading(run: Any) -> float:
+        calls.append(1)
+        return float(np.abs(run(X)).mean() > 0) * 100 - len(calls)
+
+    with pytest.raises(InputError, match="is not repeatable: PyTorch's model had 99 points and now 96"):
+        export_bundle(model(), example_inputs={"x": X}, out=tmp_path / "m.pom", metric=fading)
+
+
+def test_a_metric_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def wandering(run: Any) -> float:
+        os.chdir("/")
+        return 100 + energy(run)
+
+    export_bundle(model(), example_inputs={"x": X}, out="m.pom", metric=wandering, max_drop=0.01)
+    assert (tmp_path / "m.pom" / "manifest.json").is_file()
 
 
 def test_wrong_options(tmp_path: Path) -> None:
