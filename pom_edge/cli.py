@@ -124,7 +124,7 @@ def _root(show_version: Version = False) -> None:
 def export_command(
     model: Annotated[Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2", show_default=False)],
     target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="fp32 (repeatable).  [default: fp32]")] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="fp32, fp16 or bf16 (repeatable).  [default: fp32]")] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
     ] = None,
@@ -307,12 +307,18 @@ def memory(
 
 @app.command()
 @_reported
-def info(path: Annotated[Path, typer.Argument(help="A bundle or a checkpoint.")], as_json: Json = False) -> None:
+def info(
+    path: Annotated[Path, typer.Argument(help="A bundle or a checkpoint.")],
+    ranges: Annotated[
+        bool, typer.Option("--ranges", help="Half precision: how large values get, and what stays FP32.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """What a bundle or a checkpoint holds."""
     from pom_edge.console import print_info
     from pom_edge.inspection import describe
 
-    facts = describe(path)
+    facts = describe(path, ranges)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

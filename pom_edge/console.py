@@ -132,9 +132,7 @@ def print_export(report: ExportReport) -> None:
         if artifact.run_ms is None:
             print(f"{artifact.file}: {artifact.verified}")
         else:
-            print(
-                f"{artifact.file}: memory of the whole process and time of one run of {artifact.run_inputs}, {artifact.verified}"
-            )
+            print(f"{artifact.file}: memory (whole process) and time of one run of {artifact.run_inputs}, {artifact.verified}")
         if (artifact.parity or {}).get("metric"):
             print(say_metric((artifact.parity or {})["metric"]))
     for warning in report.warnings:
@@ -193,8 +191,26 @@ def print_info(facts: dict[str, Any]) -> None:
     for artifact in facts.get("artifacts", []):
         print(f"\n{artifact['file']}")
         for key, value in artifact.items():
-            if key != "file" and value not in (None, {}, []):
+            if key not in ("file", "ranges") and value not in (None, {}, []):
                 print(f"  {key:16} {_inline(value)}")
+        if artifact.get("ranges"):
+            print_ranges(artifact["ranges"])
+
+
+def print_ranges(ranges: dict[str, Any]) -> None:
+    """How large the values of a half-precision artifact get, module by module, and what stays in FP32."""
+    limits = ", ".join(f"|{name}| <= {limit:g}" for name, limit in ranges["assumed_inputs"].items()) or "all inputs"
+    table = Table(title=f"ranges for {limits}", title_justify="left")
+    for name in ("module", "largest", "basis", "in FP32"):
+        table.add_column(name, overflow="fold")
+    for row in ranges["modules"]:
+        reasons: dict[str, list[str]] = {}
+        for operator, reason in row["fp32"].items():
+            reasons.setdefault(reason, []).append(operator)
+        listed = "; ".join(f"{', '.join(operators)} ({reason})" for reason, operators in reasons.items())
+        table.add_row(row["module"] or "(model)", f"{row['largest']:.4g}", row["basis"], listed)
+    _console().print(table)
+    print(f"{ranges['half_nodes']} of {ranges['nodes']} floating-point nodes compute in half precision")
 
 
 def print_doctor(facts: dict[str, Any]) -> None:

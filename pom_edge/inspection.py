@@ -24,8 +24,8 @@ NEEDS = {
 __all__ = ["describe", "diagnose"]
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """What a bundle or a checkpoint holds.
+def describe(path: Path, ranges: bool = False) -> dict[str, Any]:
+    """What a bundle or a checkpoint holds; ``ranges`` adds the range tables of half-precision artifacts.
 
     Raises:
         InputError: neither; or a checkpoint where torch is not installed.
@@ -33,7 +33,7 @@ def describe(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"{path} does not exist; expected a .pom bundle or a checkpoint")
     if path.is_dir():
-        return _describe_bundle(path)
+        return _describe_bundle(path, ranges)
     from pom_edge.pipeline import load_torch
 
     load_torch()
@@ -55,7 +55,7 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
-def _describe_bundle(path: Path) -> dict[str, Any]:
+def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
     if not is_bundle(path):
         raise InputError(f"{path} is a folder without manifest.json; expected a .pom bundle or a checkpoint file")
     manifest = Bundle.open(path).manifest
@@ -87,6 +87,7 @@ def _describe_bundle(path: Path) -> dict[str, Any]:
                 "weights": artifact.census,
                 "mixers": list(artifact.mixers),
                 "parity": artifact.parity,
+                **({"ranges": artifact.ranges} if ranges else {}),
                 "notes": artifact.notes,
             }
             for artifact in manifest.artifacts

@@ -587,10 +587,10 @@ def _check_artifact(folder: Path, built: _Built, step: Step) -> ArtifactReport:
         session.run_named(inputs)
         run_ms = round(1e3 * (time.perf_counter() - start), 3)
     if verified == EVALUATED:
-        peak = run_ms = None  # the evaluator's, not the artifact's
+        timed, peak = None, None  # those of the evaluator are not the artifact's
     else:
         step("measure its memory")
-        peak = measure_peak(folder, made.file, inputs)
+        timed, peak = run_ms, measure_peak(folder, made.file, inputs)
     return ArtifactReport(
         "onnx",
         made.plan.form,
@@ -600,7 +600,7 @@ def _check_artifact(folder: Path, built: _Built, step: Step) -> ArtifactReport:
         verified,
         built.parity,
         made.nodes,
-        run_ms,
+        timed,
         case.description,
         None if peak is None else peak.to_dict(),
     )
