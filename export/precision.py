@@ -207,7 +207,7 @@ def _apply(model: ir.Model, half: ir.DataType, nodes: Collection[ir.Node]) -> No
         if produces and own == half:
             for value in node.outputs:
                 if is_float(value):
-                    value.dtype = half
+                    value.type = ir.TensorType(half)  # a clone shares its types with the original
     for i, value in enumerate(graph.outputs):
         if value.dtype == half:
             producer = value.producer()
