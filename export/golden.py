@@ -79,7 +79,8 @@ def golden_cases(
         sizes: of all free axes for each case, where they are not to be chosen here.
     """
     cases = []
-    if samples and set(samples) == set(example):
+    enough = samples and all(len(tensor) >= batch.minimum for tensor in samples.values())
+    if samples and enough and set(samples) == set(example):
         row_bytes = sum(tensor[:1].nbytes for tensor in samples.values())
         rows = min(MAX_REAL_SAMPLES, max(1, MAX_GOLDEN_BYTES // 4 // row_bytes))  # a quarter at most: outputs and others follow
         rows = min(rows, batch.maximum or rows)

@@ -268,18 +268,22 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
     Raises:
         GateError: none does; names the smallest budget that would.
     """
+    from pom_edge.export.inputs import Extent
+
     if options.memory_budget is None:
         return export_subject(subject, dataclasses.replace(options, form=options.form or FORMS[0]), out, step)
     forms = [options.form] if options.form else ["parallel", "streamed"]
+    longest = Extent.parse(options.tokens, "--tokens").maximum or 1
+    smaller = [chunk for chunk in SMALLER_CHUNKS if chunk is None or chunk <= longest]
     tried: list[_OverBudgetError] = []
     for form in forms:
-        for chunk in SMALLER_CHUNKS if form == "streamed" and options.chunk is None else [options.chunk]:
+        for chunk in smaller if form == "streamed" and options.chunk is None else [options.chunk]:
             try:
                 return export_subject(subject, dataclasses.replace(options, form=form, chunk=chunk), out, step)
             except _OverBudgetError as error:
                 if options.memory_budget < error.prediction.runtime:
                     raise InputError(
-                        f"--memory-budget is {options.memory_budget / 2**20:.1f} MiB, and the runtime alone takes "
+                        f"--memory-budget is {options.memory_budget:,} bytes, and the runtime alone takes "
                         f"{error.prediction.runtime / 2**20:.1f} MiB; no form can keep it"
                     ) from error
                 tried.append(error)
@@ -313,6 +317,8 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     start = time.perf_counter()
     metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
+    if options.form == "streamed" and options.batch is None:
+        batch = Extent(1, 1, 1)
     check_example(subject.example)
 
     step("trace and translate")
@@ -531,9 +537,13 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         extents = {BATCH: batch, TOKENS: tokens}
         traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes, extents, plan.inside)
         return Single(plan, translate(traced), batch, tokens), []
-    batch = Extent(1, 1, 1) if options.batch is None else batch
     if not batch.fixed:
         raise InputError(f"--batch is {options.batch!r}; the passes of the streamed form have fixed shapes: give one number")
+    if options.chunk is not None and tokens.maximum is not None and options.chunk > tokens.maximum:
+        raise InputError(
+            f"--chunk is {options.chunk}, and there are {tokens.maximum} tokens at most (--tokens {options.tokens}): the rest "
+            f"of every chunk would be padding; give --chunk {tokens.maximum} or less"
+        )
     plan = _plan(subject, options, batch, Extent())
     boundary = Boundary(plan.model, [name for name in plan.mixers if name])
     outputs, taps = boundary.names(plan.example)
@@ -544,7 +554,7 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
     chunk = options.chunk
     if chunk is None:
         step("measure chunk sizes")
-        chunk, notes = choose_chunk(splitter)
+        chunk, notes = choose_chunk(splitter, tokens.maximum)
     step("translate the passes")
     split = splitter.split(chunk)
     graphs = [translate(trace_pass(each, split, plan.mixers)) for each in split.passes]

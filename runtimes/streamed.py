@@ -109,6 +109,9 @@ def run_passes(
 
     Returns:
         The results (and what else the passes returned) that have no sink.
+
+    Raises:
+        InputError: tokens drive a sum to NaN or infinity, which every answer would carry.
     """
     stored = _Slots(spec, feed.lengths, buffer)
     known: Arrays = dict(feed.rest)
@@ -121,7 +124,10 @@ def run_passes(
         own, tokens = {*step.stores, *sums}, feed.lengths[step.axis]
         for start in range(0, tokens if step.looped else 1, spec.chunk):
             count = min(spec.chunk, tokens - start)
-            outputs = execute(_chunk(spec, step, {**stored.rows, **feed.rows}, known, start, count))
+            feeds = _chunk(spec, step, {**stored.rows, **feed.rows}, known, start, count)
+            outputs = execute(feeds)
+            if not all(np.isfinite(outputs[name]).all() for name in sums):
+                raise _not_finite({name: feeds[name] for name in feed.rows if name in feeds}, spec, start, count)
             for name, values in outputs.items():
                 if name in sums:
                     sums[name] += values
@@ -163,6 +169,21 @@ def _chunk(spec: StreamSpec, step: PassSpec, rows: Mapping[str, Reader], known: 
                 values = np.pad(values, widths, mode="edge")  # real tokens again: log(0) or 0/0 would spoil the sums
             feeds[name] = np.ascontiguousarray(values, dtype=spec.dtypes[name])
     return feeds
+
+
+def _not_finite(inputs: Arrays, spec: StreamSpec, start: int, count: int) -> InputError:
+    """Says which token it is, where it comes in as one."""
+    for name, values in inputs.items():
+        bad = np.argwhere(~np.isfinite(np.moveaxis(values, spec.token_axes[name], 0)))
+        if bad.size:
+            return InputError(
+                f"input {name!r} contains NaN or infinity at token {start + bad[0][0]}, which the sums over tokens would carry "
+                "into every answer; give finite values"
+            )
+    return InputError(
+        f"tokens {start} to {start + count - 1} drive a sum beyond what FP32 holds, which every answer would carry; are they "
+        "of the scale that the model was trained on?"
+    )
 
 
 def _first(values: np.ndarray, axis: int, count: int) -> np.ndarray:

@@ -13,8 +13,10 @@ from torch import nn
 
 from pom_edge import PoM, build_model, export_bundle, open_session
 from pom_edge.bundle import Bundle
+from pom_edge.checkpoint import save_checkpoint
 from pom_edge.errors import InputError
 from pom_edge.models import DensePredictor, ModelConfig
+from pom_edge.pipeline import ExportOptions, export_file
 from pom_edge.runtimes import check_bundle
 from pom_edge.runtimes.patches import GridRows, PatchRows, PixelRows
 from tests.oracle import snr_db
@@ -50,6 +52,15 @@ def test_an_image_model_is_the_model(kind: str, rotary: str | None, tmp_path: Pa
             y = np.asarray(session.run(x.numpy()))
             assert y.shape == expected.shape and snr_db(y, expected) > 110
             np.testing.assert_array_equal(spilled.run(x.numpy()), y)
+
+
+def test_samples_of_a_checkpoint_are_cut_to_the_batch(tmp_path: Path) -> None:
+    model = _image_model("classifier", None)
+    x = torch.randn(6, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    save_checkpoint(tmp_path / "m.pt", model, model.config, samples={"x": x})  # type: ignore[arg-type]
+    path = export_file(tmp_path / "m.pt", ExportOptions(form="streamed", chunk=7, batch=2)).bundle
+    kinds = {case.kind: inputs["x"].shape for case, inputs, _ in Bundle.open(path).cases()}
+    assert kinds == {"real": (2, 3, SIDE, SIDE), "random": (2, 3, SIDE, SIDE)}
 
 
 def test_images_that_do_not_fit(tmp_path: Path) -> None:

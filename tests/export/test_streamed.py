@@ -255,6 +255,7 @@ def test_causal_models_are_sent_to_the_recurrent_form(tmp_path: Path) -> None:
     [
         ({"chunk": 0}, "--chunk is 0"),
         ({"chunk": 4, "form": "parallel"}, "--form streamed"),
+        ({"chunk": 101, "tokens": "1:40:100"}, "--chunk is 101, and there are 100 tokens at most.*give --chunk 100 or less"),
         ({"batch": "1:2:4"}, "give one number"),
     ],
 )
@@ -282,6 +283,25 @@ def test_files_that_do_not_fit(rotary_pom: tuple[nn.Module, Path], tmp_path: Pat
         ):
             with pytest.raises(InputError, match=message):
                 session.run_file(tmp_path / f"{name}.npy", tmp_path / "y.npy")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(np.nan, "input 'x' contains NaN or infinity at token 33"), (3e38, "tokens 32 to 39 drive a sum beyond what FP32 holds")],
+)
+def test_what_would_spoil_every_answer_is_refused(value: float, message: str, tmp_path: Path) -> None:
+    layer = PoM(6, 2, 2, clamp_max=None)
+    path = export_bundle(layer, form="streamed", chunk=CHUNK, out=tmp_path / "a.pom").bundle
+    x = np.ones((1, 40, 6), np.float32)
+    x[0, 33, 4] = value
+    np.save(tmp_path / "x.npy", x)
+    before = sorted(tmp_path.iterdir())
+    with open_session(path, spill=tmp_path) as session:
+        with pytest.raises(InputError, match=message):
+            session.run(x)
+        with pytest.raises(InputError, match=message):
+            session.run_file(tmp_path / "x.npy", tmp_path / "y.npy")
     assert sorted(tmp_path.iterdir()) == before
 
 
