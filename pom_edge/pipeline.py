@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.errors import GateError, InputError, PomError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.checking import CheckReport, check_session
-from pom_edge.runtimes.memory import Prediction, measure_peak, predict
+from pom_edge.runtimes.memory import measure_peak
 from pom_edge.runtimes.parity import (
     GATES_DB,
     MAX_SNR_DB,
@@ -41,6 +42,7 @@ from pom_edge.runtimes.parity import (
 )
 from pom_edge.runtimes.session import open_session
 from pom_edge.runtimes.stepping import Execute
+from pom_edge.system import human_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,7 +59,6 @@ FORMS = ("parallel", "recurrent", "streamed")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
-SMALLER_CHUNKS = (None, 512, 256, 128, 64)  # within a budget: the fastest, then smaller ones
 MEASURED = "chunk "  # how a note begins that says what was measured here: it would make two exports of one model differ
 Step = Callable[[str], None]
 
@@ -275,20 +276,23 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
     """
     if options.memory_budget is None:
         return export_subject(subject, dataclasses.replace(options, form=options.form or FORMS[0]), out, step)
-    forms = [options.form] if options.form else ["parallel", "streamed"]
-    tried: list[_OverBudgetError] = []
-    for form in forms:
-        for chunk in SMALLER_CHUNKS if form == "streamed" and options.chunk is None else [options.chunk]:
+    tried: list[OverBudgetError] = []
+    for form in [options.form] if options.form else ["parallel", "streamed"]:
+        chunk: int | None = options.chunk
+        while True:
             try:
                 return export_subject(subject, dataclasses.replace(options, form=form, chunk=chunk), out, step)
-            except _OverBudgetError as error:
+            except OverBudgetError as error:
                 if options.memory_budget < error.prediction.runtime:
                     raise InputError(
-                        f"--memory-budget is {options.memory_budget / 2**20:.1f} MiB, and the runtime alone takes "
-                        f"{error.prediction.runtime / 2**20:.1f} MiB; no form can keep it"
+                        f"--memory-budget is {human_bytes(options.memory_budget)}, and the runtime alone takes "
+                        f"{human_bytes(error.prediction.runtime)}; no form can keep it"
                     ) from error
                 tried.append(error)
                 step(str(error))
+                chunk = error.smaller(options.memory_budget) if options.chunk is None else None
+                if chunk is None:
+                    break
             except InputError as error:
                 if not tried:
                     raise
@@ -296,18 +300,8 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
                 break
     least = min(tried, key=lambda error: error.total)
     raise GateError(
-        f"no form keeps the budget of {options.memory_budget / 2**20:.1f} MiB; the smallest is {least.total / 2**20:.1f} "
-        f"MiB: {least}"
+        f"no form keeps the budget of {human_bytes(options.memory_budget)}; the smallest is {human_bytes(least.total)}: {least}"
     )
-
-
-class _OverBudgetError(GateError):
-    """A form's prediction is over the budget."""
-
-    def __init__(self, form: str, prediction: Prediction) -> None:
-        self.prediction, self.total = prediction, prediction.total
-        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in prediction.to_dict().items() if name != "total")
-        super().__init__(f"{form} takes {self.total / 2**20:.1f} MiB ({parts})")
 
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
@@ -325,6 +319,10 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     plan = made.plan
     step("lint")
     notes += made.lint()
+
+    if options.memory_budget is not None:
+        step("predict its memory")
+        notes.append(keep_budget(made, options.memory_budget, tokens.maximum or tokens.minimum, batch.maximum or 1))
 
     step("record PyTorch's answers")
     cases, refused = record(_cases(subject, made, batch, tokens), plan.reference)
@@ -366,12 +364,6 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             "golden": entries,
         }
         finish_bundle(folder, fields, golden)
-        if options.memory_budget is not None:
-            step("predict its memory")
-            prediction = predict(folder, tokens.maximum or tokens.minimum, batch.maximum or 1)
-            if prediction.total > options.memory_budget:
-                raise _OverBudgetError(f"{plan.form}{f' in chunks of {made.chunk}' if made.chunk else ''}", prediction)
-            notes.append(f"memory predicted: {prediction.total / 2**20:.1f} MiB of {options.memory_budget / 2**20:.1f} MiB")
         step("check the bundle")
         run_ms, run_inputs, memory = _check_bundle(folder, step)
     report = ArtifactReport(
