@@ -39,8 +39,8 @@ def main() -> None:
             errors += [_row(out, name, options, tokens, batch) for tokens, batch in sizes]
         counted = [activations for _, activations in errors if activations is not None]
         print(
-            f"{len(errors)} combinations; largest error of the total {max(abs(total) for total, _ in errors):.1%}, of activations "
-            f"of {FLOOR_BYTES // MIB} MiB and more ({len(counted)} combinations) {max(map(abs, counted)):.1%}"
+            f"{len(errors)} combinations; largest error of the total {max(abs(total) for total, _ in errors):.1%}, of the "
+            f"activations from {FLOOR_BYTES // MIB} MiB on ({len(counted)} combinations) {max(map(abs, counted)):.1%}"
         )
         _one_mixer(Path(folder))
 
