@@ -4,6 +4,7 @@ Read off the graph as the runtime has optimised it (fused operators need fewer t
 
     +3 4*batch*tokens*768     tensor 3 is made
     -3                        nobody needs it any more
+    =7 y                      tensor 7 is the graph's output y: the caller has it now
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ from pathlib import Path
 import onnx
 import onnxruntime
 
-# The output is the input's memory under another shape.
+# The output is the input's memory under another shape; an output of the graph is always memory of its own
+# (onnxruntime/core/framework/allocation_planner.cc, kAllocateOutput). Nothing works in place: see onnxruntime_session.py.
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 
 __all__ = ["arena_plan"]
 
 
 def arena_plan(path: Path) -> list[str] | None:
-    """Events of one run of an ONNX file; None where a tensor's size is not known from the inputs.
-
-    Outputs of the graph are kept to the end.
-    """
+    """Events of one run of an ONNX file; None where a tensor's size is not known from the inputs."""
     graph = _optimised(path).graph
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
+    results = {output.name for output in graph.output}
     users: dict[str, int] = {}
-    for name in (*(name for node in graph.node for name in node.input), *(output.name for output in graph.output)):
+    for name in (*(name for node in graph.node for name in node.input), *results):
         users[name] = users.get(name, 0) + 1
     events: list[str] = []
     owner: dict[str, int] = {}
@@ -36,7 +36,9 @@ def arena_plan(path: Path) -> list[str] | None:
     for node in graph.node:
         made = []
         for name in filter(None, node.output):
-            if node.op_type in _ALIASES and node.input[0] in owner:
+            if node.op_type in _ALIASES and name not in results:
+                if node.input[0] not in owner:
+                    continue  # memory of the caller or of the weights
                 owner[name] = owner[node.input[0]]
             else:
                 size = _bytes(infos.get(name))
@@ -52,7 +54,7 @@ def arena_plan(path: Path) -> list[str] | None:
                 left[owner[name]] -= 1
         touched = {*made, *(owner[name] for name in node.input if name in owner)}
         events += [f"-{index}" for index in sorted(touched) if left[index] == 0]
-    return events
+    return events + [f"={owner[output.name]} {output.name}" for output in graph.output if output.name in owner]
 
 
 def _optimised(path: Path) -> onnx.ModelProto:

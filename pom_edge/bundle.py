@@ -1,7 +1,7 @@
 """The .pom folder: a manifest, golden data, artifacts. Imports no torch and no onnx: this is what a device needs.
 
     model.pom/
-        manifest.json          schema below; the only place where a timestamp stands
+        manifest.json          schema below; the only place where a timestamp stands, and measurements recorded later
         golden.safetensors     inputs and PyTorch's answers
         parallel.fp32.onnx     artifacts, named <form>.<precision>[.<variant>].<ext>
 
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
@@ -49,8 +50,10 @@ __all__ = [
     "FileEntry",
     "GoldenCase",
     "Manifest",
+    "Measurement",
     "TensorSpec",
     "is_bundle",
+    "record_measurement",
     "write_bundle",
 ]
 
@@ -178,6 +181,29 @@ class Artifact(_Model):
         return _one_of(value, PRECISIONS)
 
 
+class Measurement(_Model):
+    """Memory of one run, measured on some machine after the export (``pom-edge memory --record``).
+
+    ``predicted`` and ``measured`` are bytes by part, as ``pom-edge memory --json`` gives them.
+    """
+
+    file: str
+    tokens: int
+    batch: int
+    spill: bool
+    threads: int | None
+    machine: dict[str, str]
+    runtime: str
+    recorded: str
+    predicted: dict[str, int]
+    measured: dict[str, int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A later measurement of the same run on the same machine takes the place of an earlier one."""
+        return (self.file, self.tokens, self.batch, self.spill, self.threads, sorted(self.machine.items()), self.runtime)
+
+
 class GoldenCase(_Model):
     """One recorded set of inputs; arrays are stored under the keys given here."""
 
@@ -227,6 +253,7 @@ class Manifest(_Model):
     warnings: list[str] = Field(default_factory=list)
     artifacts: list[Artifact]
     golden: list[GoldenCase]
+    measurements: list[Measurement] = Field(default_factory=list)  # an export writes none: two of them would differ
     files: list[FileEntry]
     digest: str = ""  # of the manifest's own text, see seal()
 
@@ -302,6 +329,34 @@ class Bundle:
                 return {name: data.get_tensor(key) for name, key in keys.items()}
         except (SafetensorError, OSError) as error:
             raise BundleError(f"{self.path.name}/{GOLDEN} does not fit its manifest ({error}); export again") from error
+
+
+def record_measurement(path: Path, measurement: Measurement) -> None:
+    """Write a measurement into a bundle's manifest, whole or not at all; nothing else of the bundle changes.
+
+    Raises:
+        BundleError: no intact bundle, or another process wrote its manifest in the meantime.
+        InputError: the place cannot be written.
+    """
+    bundle = Bundle.open(path)
+    text = _manifest_text(path)
+    kept = [each for each in bundle.manifest.measurements if each.key != measurement.key]
+    content = json.loads(text)
+    content["measurements"] = [each.model_dump(mode="json") for each in (*kept, measurement)]
+    with writing_errors(path):
+        descriptor, name = tempfile.mkstemp(prefix=f".{MANIFEST}.", dir=path)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(seal(content).encode())
+                os.fsync(file.fileno())
+            Path(name).chmod((path / MANIFEST).stat().st_mode)
+            if _manifest_text(path) != text:
+                raise BundleError(
+                    f"{path.name}/{MANIFEST} was written by another process in the meantime; run the command again"
+                )
+            os.replace(name, path / MANIFEST)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
 def is_bundle(path: Path) -> bool:

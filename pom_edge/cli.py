@@ -278,10 +278,13 @@ def memory(
     runtime: Runtime = "ort",
     artifact: Artifact = None,
     threads: Threads = None,
+    record: Annotated[bool, typer.Option("--record", help="Write the measurement into the bundle's manifest.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predict and measure the memory of one run on random inputs; exit 1 over the budget."""
+    from pom_edge.bundle import record_measurement
     from pom_edge.console import print_memory
+    from pom_edge.inspection import machine_facts
     from pom_edge.runtimes.memory import check_budget, parse_size
 
     if enforce and budget is None:
@@ -297,10 +300,14 @@ def memory(
         spill=None if spill is None else str(spill),
         threads=threads,
     )
+    if record:
+        record_measurement(bundle, report.measurement(machine_facts(), spill is not None, threads))
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_memory(report)
+        if record:
+            print(f"recorded in {bundle / MANIFEST}")
     if not report.passed:
         raise typer.Exit(1)
 

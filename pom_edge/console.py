@@ -14,6 +14,8 @@ from rich.progress import Progress as Bar
 from rich.status import Status
 from rich.table import Table
 
+from pom_edge.system import human_bytes
+
 if TYPE_CHECKING:
     from pom_edge.pipeline import ExportReport
     from pom_edge.runtimes.checking import CheckReport
@@ -97,10 +99,13 @@ def print_memory(report: MemoryReport) -> None:
             name, human_bytes(found["predicted_bytes"][name]), human_bytes(measured[name]) if measured else "not measured"
         )
     _console().print(table)
+    if report.unmeasured:
+        print(f"not measured: {report.unmeasured}")
     if report.exceeded:
-        print(f"stopped by the system's limit (RLIMIT_DATA): {report.exceeded}")
+        print(f"stopped by the system's limit ({report.enforced}): {report.exceeded}")
     if report.budget is not None:
-        print(f"{'within' if report.passed else 'over'} the budget of {human_bytes(report.budget)} for the whole process")
+        by = f", enforced by {report.enforced}" if report.enforced else "" if report.measured else ", by prediction"
+        print(f"{'within' if report.passed else 'over'} the budget of {human_bytes(report.budget)} for the whole process{by}")
 
 
 def _console() -> Console:
@@ -185,9 +190,11 @@ def print_check(report: CheckReport) -> None:
 def print_info(facts: dict[str, Any]) -> None:
     """Facts about a bundle or a checkpoint, one a line."""
     for key, value in facts.items():
-        if key == "artifacts":
-            continue
-        print(f"{key:18} {_inline(value)}")
+        if key == "measurements":
+            for each in value:
+                print(f"{'measured memory':18} {_measurement(each)}")
+        elif key != "artifacts":
+            print(f"{key:18} {_inline(value)}")
     for artifact in facts.get("artifacts", []):
         print(f"\n{artifact['file']}")
         for key, value in artifact.items():
@@ -213,6 +220,15 @@ def print_ranges(ranges: dict[str, Any]) -> None:
     print(f"{ranges['half_nodes']} of {ranges['nodes']} floating-point nodes compute in half precision")
 
 
+def _measurement(entry: dict[str, Any]) -> str:
+    parts = ", ".join(
+        f"{name} {human_bytes(entry['measured'][name])} (predicted {human_bytes(entry['predicted'][name])})"
+        for name in ("total", "activations")
+    )
+    run = f"{entry['tokens']:,} tokens, batch {entry['batch']}{', spilled' if entry['spill'] else ''}"
+    return f"{entry['file']}, {run}: {parts}; {entry['runtime']}, {_inline(entry['machine'])}, {entry['recorded']}"
+
+
 def print_doctor(facts: dict[str, Any]) -> None:
     """What this machine can do, one fact a line."""
     for section, values in facts.items():
@@ -229,13 +245,3 @@ def _inline(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(_inline(item) for item in value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def human_bytes(count: int) -> str:
-    """Bytes in binary units: 1536 -> 1.5 KiB."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -21,7 +21,7 @@ NEEDS = {
     "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
 }
 
-__all__ = ["describe", "diagnose"]
+__all__ = ["describe", "diagnose", "machine_facts"]
 
 
 def describe(path: Path, ranges: bool = False) -> dict[str, Any]:
@@ -73,6 +73,7 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
         "golden": [f"{case.name} ({case.kind}): {case.description}" for case in manifest.golden],
         "warnings": manifest.warnings,
         "bytes": sum(entry.bytes for entry in manifest.files),
+        "measurements": [each.model_dump(mode="json") for each in manifest.measurements],
         "artifacts": [
             {
                 "file": artifact.file,
@@ -100,16 +101,23 @@ def diagnose() -> dict[str, dict[str, Any]]:
     packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy")
     return {
         "machine": {
-            "system": platform.platform(),
-            "python": platform.python_version(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
+            **machine_facts(),
             "vector units": _vector_units(),
             "memory": _memory(),
             "free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
         },
         "packages": {name: _version(name) for name in packages},
         "can do": {step: _missing(modules, line) for step, (modules, line) in NEEDS.items()},
+    }
+
+
+def machine_facts() -> dict[str, str]:
+    """What a figure measured here depends on, and nothing that names the machine."""
+    return {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
     }
 
 

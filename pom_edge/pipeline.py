@@ -20,15 +20,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.exchange import writing_errors
 from pom_edge.gates import Stage, against, against_graph, hold_metric, hold_stage, missed, parity_entry, prove_gate
 from pom_edge.metric import Metric
 from pom_edge.runtimes.checking import CheckReport, check_session
-from pom_edge.runtimes.memory import Prediction, measure_peak, predict
+from pom_edge.runtimes.memory import measure_peak
 from pom_edge.runtimes.parity import GATES_DB, MAX_SNR_DB
 from pom_edge.runtimes.session import open_session
+from pom_edge.system import human_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +47,6 @@ FORMS = ("parallel", "recurrent", "streamed")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
-SMALLER_CHUNKS = (None, 512, 256, 128, 64)  # within a budget: the fastest, then smaller ones
 EVALUATED = "evaluated, every operator rounded to BF16; not run"
 MEASURED = "chunk "  # how a note begins that says what was measured here: it would make two exports of one model differ
 Step = Callable[[str], None]
@@ -268,26 +269,25 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
     Raises:
         GateError: none does; names the smallest budget that would.
     """
-    from pom_edge.export.inputs import Extent
-
     if options.memory_budget is None:
         return export_subject(subject, dataclasses.replace(options, form=options.form or FORMS[0]), out, step)
-    forms = [options.form] if options.form else ["parallel", "streamed"]
-    longest = Extent.parse(options.tokens, "--tokens").maximum or 1
-    smaller = [chunk for chunk in SMALLER_CHUNKS if chunk is None or chunk <= longest]
-    tried: list[_OverBudgetError] = []
-    for form in forms:
-        for chunk in smaller if form == "streamed" and options.chunk is None else [options.chunk]:
+    tried: list[OverBudgetError] = []
+    for form in [options.form] if options.form else ["parallel", "streamed"]:
+        chunk: int | None = options.chunk
+        while True:
             try:
                 return export_subject(subject, dataclasses.replace(options, form=form, chunk=chunk), out, step)
-            except _OverBudgetError as error:
+            except OverBudgetError as error:
                 if options.memory_budget < error.prediction.runtime:
                     raise InputError(
-                        f"--memory-budget is {options.memory_budget:,} bytes, and the runtime alone takes "
-                        f"{error.prediction.runtime / 2**20:.1f} MiB; no form can keep it"
+                        f"--memory-budget is {human_bytes(options.memory_budget)}, and the runtime alone takes "
+                        f"{human_bytes(error.prediction.runtime)}; no form can keep it"
                     ) from error
                 tried.append(error)
                 step(str(error))
+                chunk = error.smaller(options.memory_budget) if options.chunk is None else None
+                if chunk is None:
+                    break
             except InputError as error:
                 if not tried:
                     raise
@@ -295,18 +295,8 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
                 break
     least = min(tried, key=lambda error: error.total)
     raise GateError(
-        f"no form keeps the budget of {options.memory_budget / 2**20:.1f} MiB; the smallest is {least.total / 2**20:.1f} "
-        f"MiB: {least}"
+        f"no form keeps the budget of {human_bytes(options.memory_budget)}; the smallest is {human_bytes(least.total)}: {least}"
     )
-
-
-class _OverBudgetError(GateError):
-    """A form's prediction is over the budget."""
-
-    def __init__(self, form: str, prediction: Prediction) -> None:
-        self.prediction, self.total = prediction, prediction.total
-        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in prediction.to_dict().items() if name != "total")
-        super().__init__(f"{form} takes {self.total / 2**20:.1f} MiB ({parts})")
 
 
 def export_subject(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
@@ -326,6 +316,10 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     plan = made.plan
     step("lint")
     notes += made.lint()
+
+    if options.memory_budget is not None:
+        step("predict its memory")
+        notes.append(keep_budget(made, options.memory_budget, tokens.maximum or tokens.minimum, batch.maximum or 1))
 
     step("record PyTorch's answers")
     cases, refused = record(_cases(subject, made, batch, tokens), plan.reference)
@@ -357,12 +351,6 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             finish_bundle(folder, {**fields, "artifacts": artifacts}, golden)
 
         finish()
-        if options.memory_budget is not None:
-            step("predict its memory")
-            prediction = predict(folder, tokens.maximum or tokens.minimum, batch.maximum or 1)
-            if prediction.total > options.memory_budget:
-                raise _OverBudgetError(f"{plan.form}{f' in chunks of {made.chunk}' if made.chunk else ''}", prediction)
-            notes.append(f"memory predicted: {prediction.total / 2**20:.1f} MiB of {options.memory_budget / 2**20:.1f} MiB")
         if metric is not None:
             step("measure the metric")
             for each in built:

@@ -7,8 +7,9 @@ import ctypes
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_DIGITS = {"B": 0, "KiB": 1, "MiB": 1}  # after the point; 2 beyond
 
-__all__ = ["memory_bytes", "trim_heap"]
+__all__ = ["human_bytes", "memory_bytes", "trim_heap"]
 
 
 def memory_bytes() -> tuple[int, int] | None:
@@ -22,6 +23,16 @@ def memory_bytes() -> tuple[int, int] | None:
     if limit is not None and used is not None:
         total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in binary units: 12 -> 12 B, 1536 -> 1.5 KiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            return f"{size:.{_DIGITS.get(unit, 2)}f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} EiB"
 
 
 def trim_heap() -> None:

@@ -24,7 +24,7 @@ RUNTIMES = ("ort",)
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
-__all__ = ["RUNTIMES", "Session", "open_session"]
+__all__ = ["RUNTIMES", "Session", "chunk_lengths", "open_session"]
 
 
 class Session(ABC):
@@ -244,12 +244,7 @@ class Session(ABC):
 
     def _chunks(self, length: int) -> list[int]:
         """A sequence in the longest chunks that the artifact takes."""
-        axes = self.artifact.token_axes
-        spec = next(spec for spec in self.inputs if spec.name in axes)
-        dim = spec.shape[axes[spec.name]]
-        low, high = (dim, dim) if isinstance(dim, int) else spec.bounds.get(dim, (1, None))
-        if high is None or length <= high:
-            high = length if self.artifact.frames else min(length, MAX_CHUNK, high or length)
+        low, high = chunk_lengths(self.artifact, length)
         chunks = [high] * (length // high) + ([length % high] if length % high else [])
         if chunks[-1] < low:
             raise InputError(f"{length} tokens cannot be cut into chunks of {low} to {high}, which this artifact takes")
@@ -265,6 +260,17 @@ class Session(ABC):
             raise InputError(f"input names do not fit ({wrong}); expected {', '.join(map(str, specs))}")
         sizes: dict[str, tuple[int, str]] = {}
         return {name: _fit(spec, inputs[name], sizes) for name, spec in expected.items()}
+
+
+def chunk_lengths(artifact: Artifact, length: int) -> tuple[int, int]:
+    """Recurrent form: the shortest chunk that the artifact takes, and the longest in which a run of ``length`` tokens goes."""
+    axes = artifact.token_axes
+    spec = next(spec for spec in artifact.inputs if spec.name in axes)
+    dim = spec.shape[axes[spec.name]]
+    low, high = (dim, dim) if isinstance(dim, int) else spec.bounds.get(dim, (1, None))
+    if high is None or length <= high:
+        high = length if artifact.frames else min(length, MAX_CHUNK, high or length)
+    return low, high
 
 
 def _only(outputs: dict[str, np.ndarray]) -> np.ndarray | dict[str, np.ndarray]:

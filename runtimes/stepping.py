@@ -101,7 +101,7 @@ def run_chunks(
     for part in split(inputs, axes, chunks):
         outputs = execute({**part, **state})
         state = next_state(outputs)
-        pieces.append(outputs)
+        pieces.append({name: array for name, array in outputs.items() if not is_state(name)})  # old states are done with
     return join(pieces, axes)
 
 

@@ -141,6 +141,7 @@ def run_passes(
                     results[name].write(start, _first(values, axis, count))
                 else:
                     whole[name] = values
+            del outputs, values  # the runtime's own memory, which the next chunk can have
             done += count if step.looped else 0
             if progress is not None:
                 progress(done, total)
