@@ -330,10 +330,13 @@ def free_sizes(artifact: Artifact, tokens: int, batch: int) -> dict[str, int]:
     if isinstance(fixed, int) and fixed != batch:
         raise InputError(f"{artifact.file} takes batches of {fixed}, found --batch {batch}")
     names = {dim for spec in (*artifact.inputs, *artifact.outputs) for dim in spec.shape if isinstance(dim, str)}
+    image = artifact.stream.image if artifact.stream is not None else None
+    strip = {} if image is None else {"height": image.patch, "width": image.patch * tokens}  # so many patches in a row
     return {
         "batch": batch,
         "tokens": tokens,
         **{name: batch if name == "batch" else tokens for name in names if name.isidentifier()},
+        **strip,
     }
 
 
