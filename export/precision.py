@@ -144,6 +144,8 @@ class _Decision:
             row = rows.setdefault(path, {"module": path, "largest": 0.0, "basis": "proved", "fp32": {}})
             for value in node.outputs:
                 bound, seen = self._ranges.get(str(value.name), UNKNOWN).largest, self._seen.get(str(value.name))
+                if math.isinf(bound) and in_scope(node, AGGREGATE):
+                    continue  # a sum on its way to a mean, in FP32
                 if math.isinf(bound):
                     row["basis"] = "observed, not proved"
                     bound = seen.largest if seen else 0.0

@@ -87,7 +87,7 @@ def in_scope(node: ir.Node, name: str) -> bool:
 
 def is_positional(node: ir.Node, known: Mapping[str, bool]) -> bool:
     """Whether a node computes from indices and masks alone: angles, counts, weights. ``known`` says it of its inputs."""
-    if in_scope(node, TABLES):
+    if in_scope(node, TABLES) or node.op_type in ("Shape", "Size"):
         return True
     if node.op_type == "Gather" and node.inputs[0] is not None and node.inputs[0].const_value is not None:
         return False  # an embedding: data, looked up by index
@@ -132,8 +132,8 @@ def _propagate(model: ir.Model, inputs: Mapping[str, Range], tokens: int) -> dic
             scope = str(node.name).rpartition("/")[0]
             for value in node.inputs:
                 if value is not None and _enters(value, scope) and not positional.get(str(value.name), False):
-                    means.setdefault(scope, graph.range_of(value).flat())
-            results = [means.get(scope, UNKNOWN)] * len(node.outputs)
+                    means.setdefault(scope, _hull([graph.range_of(value), Range.of(0.0, 0.0)]))  # 0: of no token at all
+            results = [means.get(scope, UNKNOWN) if _leaves(v, scope) else UNKNOWN for v in node.outputs]
         else:
             results = graph.apply(node)
             if in_scope(node, TABLES):  # sums of products of cosines and sines are cosines and sines again
@@ -148,6 +148,11 @@ def _enters(value: ir.Value, scope: str) -> bool:
     if producer is None:
         return not value.is_initializer() and not str(value.name).startswith("state.")
     return not str(producer.name).startswith(scope + "/") and producer.op_type != "Constant"
+
+
+def _leaves(value: ir.Value, scope: str) -> bool:
+    """Whether a value is seen outside of the module that makes it; what is inside are sums, which grow with the tokens."""
+    return value.is_graph_output() or any(not str(user.name).startswith(scope + "/") for user, _ in value.uses())
 
 
 def _hull(ranges: Iterable[Range]) -> Range:
@@ -237,6 +242,9 @@ class _Rules:
     def _cast(self, node: ir.Node) -> Range:
         source = node.inputs[0]
         return Range.of(0.0, 1.0) if source is not None and source.dtype == ir.DataType.BOOL else self.range_of(source)
+
+    def _trilu(self, node: ir.Node) -> Range:
+        return _hull([self.range_of(node.inputs[0]), Range.of(0.0, 0.0)])
 
     def _pad(self, node: ir.Node) -> Range:
         filled = node.inputs[2] if len(node.inputs) > 2 else None
@@ -473,7 +481,6 @@ _HULL: dict[str, tuple[int, ...] | None] = {
     "SpaceToDepth": (0,),
     "Split": (0,),
     "Tile": (0,),
-    "Trilu": (0,),
     "Where": (1, 2),
 }
 _MONOTONE: dict[str, Callable[[Array, ir.Node], Array]] = {

@@ -101,10 +101,9 @@ class ExportOptions:
             raise InputError("--memory-budget needs --tokens N: memory is that of a run of some length")
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
-        if self.snr_db is not None and not GATES_DB["fp32"] <= self.snr_db <= MAX_SNR_DB:
-            raise InputError(
-                f"--snr is {self.snr_db:g}; expected {GATES_DB['fp32']:g} to {MAX_SNR_DB:g} dB: the gate can only be raised"
-            )
+        lowest = min(GATES_DB[precision] for precision in self.precisions)
+        if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
+            raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")
 
 
 @dataclass
@@ -197,7 +196,7 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 def export_bundle(
     model: nn.Module,
     targets: Sequence[str] | str = ("onnx",),
-    precision: str = "fp32",
+    precision: Sequence[str] | str = "fp32",
     *,
     example_inputs: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] = "model.pom",
@@ -209,7 +208,7 @@ def export_bundle(
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
         targets: ``"onnx"``.
-        precision: ``"fp32"``.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, or several of them.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.
@@ -230,7 +229,8 @@ def export_bundle(
         hint = f" (use {', '.join(instead)})" if instead else ""
         raise InputError(f"export_bundle has no option {', '.join(unknown)}{hint}; it takes {', '.join(known)}")
     targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    made = ExportOptions(targets=targets, precisions=(precision,), example=example_inputs, **options)
+    precisions = (precision,) if isinstance(precision, str) else tuple(precision)
+    made = ExportOptions(targets=targets, precisions=precisions, example=example_inputs, **options)
     made.check()
     check_destination(Path(out), made.overwrite)
     from pom_edge.subject import subject_from_model
