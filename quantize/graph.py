@@ -2,8 +2,9 @@
 
     DequantizeLinear(W, axis 0) -> Transpose -> MatMul   ==   DequantizeLinear(W^T, axis 1) -> MatMul
 
-and a zero point for each node: ONNX Runtime's exact mode (session.x64quantprecision) fails on one that several nodes share
-("Attempt to replace the existing tensor", 1.32).
+and, both for ONNX Runtime (1.32): QuantizeLinear and DequantizeLinear of its own for each GEMM, or none of the GEMMs that share
+a pair is fused to an integer kernel; a zero point of its own for each node, or its exact mode (session.x64quantprecision) fails
+("Attempt to replace the existing tensor").
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import onnx_ir as ir
 
 from pom_edge.export.onnx_graph import Graph
 
-__all__ = ["finish"]
+__all__ = ["add_constant", "drop_unused", "finish", "replace_constant"]
 
 
 def finish(graph: Graph) -> Graph:
@@ -25,10 +26,14 @@ def finish(graph: Graph) -> Graph:
     for node in list(graph.model.graph):
         if node.op_type == "DequantizeLinear" and _constant(node.inputs[0]) is not None:
             _transpose_beforehand(graph.model, node)
+    for node in list(graph.model.graph):
+        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].producer() is not None:
+            _own_pairs(graph.model, node)
+    _name_pairs(graph.model)
     for node in graph.model.graph:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             _own_zero_point(graph.model, node)
-    _drop_unused(graph.model)
+    drop_unused(graph.model)
     return graph
 
 
@@ -56,6 +61,51 @@ def _transpose_beforehand(model: ir.Model, node: ir.Node) -> None:
         model.graph.remove(reader, safe=True)
 
 
+def _own_pairs(model: ir.Model, dequantize: ir.Node) -> None:
+    """Every further reader of a dequantized activation gets a QuantizeLinear and DequantizeLinear of its own."""
+    assert dequantize.inputs[0] is not None
+    quantize = dequantize.inputs[0].producer()
+    assert quantize is not None
+    readers = list(dequantize.outputs[0].uses())
+    shared = len(list(quantize.outputs[0].uses())) > 1
+    for count, (reader, index) in enumerate(readers):
+        if not count and not shared:
+            continue
+        pair = []
+        source = quantize.inputs[0]
+        for node in (quantize, dequantize):
+            made = ir.Node("", node.op_type, [source, *node.inputs[1:]], attributes=node.attributes.values(), num_outputs=1)
+            (source,) = made.outputs
+            source.name = _free_name(model, str(node.outputs[0].name))
+            source.type, source.shape = node.outputs[0].type, node.outputs[0].shape
+            made.name = node.name
+            pair.append(made)
+            model.graph.insert_before(reader, made)
+        reader.replace_input_with(index, source)
+    if shared or not readers:
+        model.graph.remove(dequantize, safe=True)
+        if not list(quantize.outputs[0].uses()):
+            model.graph.remove(quantize, safe=True)
+
+
+def _free_name(model: ir.Model, name: str) -> str:
+    taken = {value.name for node in model.graph for value in node.outputs}
+    count = 1
+    while f"{name}_{count}" in taken:
+        count += 1
+    return f"{name}_{count}"
+
+
+def _name_pairs(model: ir.Model) -> None:
+    """Number the nodes of each kind within their module again."""
+    counts: dict[str, int] = {}
+    for node in model.graph:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            stem = str(node.name).rpartition("_")[0]
+            node.name = f"{stem}_{counts.get(stem, 0)}"
+            counts[stem] = counts.get(stem, 0) + 1
+
+
 def _own_zero_point(model: ir.Model, node: ir.Node) -> None:
     scale = _constant(node.inputs[1])
     zero = _constant(node.inputs[2]) if len(node.inputs) > 2 else None
@@ -68,22 +118,29 @@ def replace_constant(model: ir.Model, node: ir.Node, index: int, array: np.ndarr
     old = node.inputs[index]
     if old is not None and str(old.name) == name and len(list(old.uses())) == 1:
         del model.graph.initializers[name]
-    count, free = 0, name
-    while free in model.graph.initializers:
-        count += 1
-        free = f"{name}_{count}"
-    value = ir.Value(name=free, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
-    value.const_value = ir.tensor(array, name=free)
-    model.graph.register_initializer(value)
+    value = add_constant(model, ir.Tensor(array), name)
     node.replace_input_with(index, value)
     return value
 
 
-def _drop_unused(model: ir.Model) -> None:
+def add_constant(model: ir.Model, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """A new initializer, under this name or one like it."""
+    count, free = 0, name
+    while free in model.graph.initializers:
+        count += 1
+        free = f"{name}_{count}"
+    tensor.name = free
+    value = ir.Value(name=free, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def drop_unused(model: ir.Model) -> None:
+    """Remove constants that nothing reads."""
     for node in list(model.graph):
         if node.op_type == "Constant" and not list(node.outputs[0].uses()):
             model.graph.remove(node, safe=True)
-    kept = {value for value in model.graph.inputs}
+    kept = set(model.graph.inputs)
     for name, value in list(model.graph.initializers.items()):
         if not list(value.uses()) and value not in kept and not value.is_graph_output():
             del model.graph.initializers[name]

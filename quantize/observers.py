@@ -12,11 +12,13 @@ need no range to begin with, and add up to the same counts in any order.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
 from pom_edge.quantize.libraries import imported_quietly
+from pom_edge.quantize.scales import best_clip, channel_scales
 
 with imported_quietly():
     from torchao.quantization.pt2e.observer import ObserverBase
@@ -27,10 +29,17 @@ ACTIVATION_LIMIT = 127  # one step below -127 is left to saturation: QuantizeLin
 PERCENTILE = 99.99
 SHIFT = 15  # of a float's 31 bits below the sign, 16 are counted: 8 of exponent and 8 of mantissa
 BUCKETS = 1 << (31 - SHIFT)
-CLIPS = 97  # clipping limits that are tried, from the largest magnitude down to 1/8 of it
 BLOCK = 1 << 22  # elements counted at once: bincount widens its input to int64
 
-__all__ = ["ACTIVATION_LIMIT", "METHODS", "ActivationObserver", "Method", "Observer", "WeightObserver", "best_clip"]
+__all__ = ["ACTIVATION_LIMIT", "METHODS", "ActivationObserver", "Method", "Observer", "WeightObserver", "as_int8"]
+
+
+class Limits(Protocol):
+    """What says which integers there are."""
+
+    quant_min: int
+    quant_max: int
+    ch_axis: int | None
 
 
 class Observer(ObserverBase):  # type: ignore[misc]  # torchao is untyped
@@ -43,7 +52,7 @@ class Observer(ObserverBase):  # type: ignore[misc]  # torchao is untyped
     """
 
     limit: int
-    low: int
+    ch_axis: int | None
 
     def __init__(self, limit: int, low: int, ch_axis: int | None) -> None:
         super().__init__(dtype=torch.int8)
@@ -88,7 +97,7 @@ class Observer(ObserverBase):  # type: ignore[misc]  # torchao is untyped
         return as_int8(x, self._fixed, self) if self.quantizing and self._fixed is not None else x
 
 
-def as_int8(x: Tensor, scale: Tensor, observer: Observer) -> Tensor:
+def as_int8(x: Tensor, scale: Tensor, observer: Limits) -> Tensor:
     """x rounded to integer multiples of its scale; gradients go straight through where nothing is clipped."""
     zero = torch.zeros(scale.shape, dtype=torch.int32)
     if observer.ch_axis is None:
@@ -154,29 +163,6 @@ class ActivationObserver(Observer):
         return middle.view(torch.float32).double()
 
 
-def best_clip(magnitudes: Tensor, counts: Tensor, largest: float, limit: int) -> float:
-    """The clipping limit c with the least expected squared error when magnitudes are rounded to multiples of c / limit.
-
-    A magnitude below half a step becomes 0, one above c becomes c, others err by a step over the square root of 12.
-
-    Args:
-        magnitudes: (n), float64. counts: (n), how often each occurs.
-        largest: of them.
-        limit: 127, or 63 for 7 bits.
-    """
-    here = counts > 0
-    magnitudes, counts = magnitudes[here].clamp(max=largest), counts[here]
-    best, least = largest, float("inf")
-    for clip in (largest * 2.0 ** (-3 * i / (CLIPS - 1)) for i in range(CLIPS)):
-        step = clip / limit
-        error = torch.where(magnitudes < step / 2, magnitudes**2, torch.full_like(magnitudes, step**2 / 12))
-        error = torch.where(magnitudes > clip, (magnitudes - clip) ** 2 + step**2 / 12, error)
-        total = float((error * counts).sum())
-        if total < least:
-            best, least = clip, total
-    return best
-
-
 class WeightObserver(Observer):
     """One scale for each channel of a weight, which is watched once.
 
@@ -197,31 +183,10 @@ class WeightObserver(Observer):
 
     def watch(self, x: Tensor) -> None:
         if self._scale is None:
+            assert self.ch_axis is not None
             self._scale = channel_scales(x, self.ch_axis, self.limit, self.mse)
 
     @property
     def scale(self) -> Tensor:
         assert self._scale is not None, "the prepared module has not run"
         return self._scale
-
-
-def channel_scales(weight: Tensor, axis: int, limit: int, mse: bool) -> Tensor:
-    """A positive scale for each slice of a weight along an axis: (C). A slice of zeros gets that of the largest slice."""
-    rows = weight.detach().movedim(axis, 0).flatten(1).double()  # (C, n)
-    largest = rows.abs().amax(1)
-    scales = largest / limit
-    if mse:
-        scales = _least_error(rows, largest, limit)
-    return torch.where(scales > 0, scales, scales.max() if bool(scales.max() > 0) else torch.ones(())).float()
-
-
-def _least_error(rows: Tensor, largest: Tensor, limit: int) -> Tensor:
-    """For each row the scale, from no clipping to 40 % of it, whose rounding errs least."""
-    best, least = largest / limit, torch.full_like(largest, float("inf"))
-    for part in torch.linspace(1.0, 0.6, 41, dtype=torch.float64):
-        scale = (largest * part / limit).clamp(min=torch.finfo(torch.float64).tiny)
-        rounded = (rows / scale.unsqueeze(1)).round().clamp(-limit, limit) * scale.unsqueeze(1)
-        error = ((rows - rounded) ** 2).sum(1)
-        better = error < least
-        best, least = torch.where(better, scale, best), torch.where(better, error, least)
-    return best

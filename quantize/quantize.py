@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -133,7 +133,9 @@ class Prepared:
         assert isinstance(prepared, fx.GraphModule)
         if not quantizer.layers:
             kept = f" beside those kept in float ({', '.join(options.keep_float)})" if options.keep_float else ""
-            raise InputError(f"the model has no layer with a weight that could be INT8{kept}; export it with --precision fp32 or fp16")
+            raise InputError(
+                f"the model has no layer with a weight that could be INT8{kept}; export it with --precision fp32 or fp16"
+            )
         self._traced, self._options = traced, options
         self.module: fx.GraphModule = prepared
         self.layers = quantizer.layers
@@ -258,11 +260,14 @@ def prepare(traced: Traced, calibrate: Callable[[nn.Module], None], options: Opt
         options: see there.
 
     Raises:
-        InputError: the model has no layer to quantize.
+        InputError: the model has no layer to quantize, or the data does not run through it.
     """
     prepared = Prepared(traced, options or Options())
-    with torch.no_grad():
-        calibrate(prepared.module)
+    try:
+        with torch.no_grad():
+            calibrate(prepared.module)
+    except (IndexError, RuntimeError) as error:  # token ids beyond the table, lengths beyond the model's
+        raise InputError(f"the calibration data does not run through the model: {error}") from error
     return prepared
 
 

@@ -29,12 +29,12 @@ Kind = Literal["gemm", "weight"]
 
 _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
 _PRODUCTS = {aten.matmul.default: 0, aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # first operand
-# Views of a weight: they move its elements and keep their values.
+# Views of a weight: they move or leave out its elements and keep their values.
 _VIEWS = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.view.default, aten.reshape.default,
     aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints, aten.squeeze.dim, aten.squeeze.dims,
     aten.squeeze.default, aten.unsqueeze.default, aten.expand.default, aten.contiguous.default, aten.clone.default,
-    aten.alias.default, aten.detach.default,
+    aten.alias.default, aten.detach.default, aten.slice.Tensor,
 }  # fmt: skip
 # Buffers of a lowered mixer and the projection of the trained layer that they are parts of.
 _PARTS = {
@@ -96,7 +96,8 @@ def find_layers(module: fx.GraphModule, trained: Collection[str], prefix: str = 
             name, edge, axis, channels, elements = found
             kind: Kind = "weight" if _single_row(activation) else "gemm"
             path = layer_path(name, prefix)
-            layers.append(Layer(path, kind, name, edge, _moved_up(activation, node) if kind == "gemm" else None, axis, channels, elements))
+            read = (activation, node) if kind == "gemm" else None
+            layers.append(Layer(path, kind, name, edge, read, axis, channels, elements))
             break
     return _numbered(layers)
 
@@ -135,14 +136,6 @@ def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, int]]:
 def _single_row(activation: fx.Node) -> bool:
     value = activation.meta["val"]
     return value.ndim >= 3 and isinstance(value.shape[-2], int) and value.shape[-2] == 1
-
-
-def _moved_up(activation: fx.Node, gemm: fx.Node) -> Edge:
-    """Quantize before the views that lead to a GEMM: a value read in several layouts is then quantized once."""
-    edge = (activation, gemm)
-    while edge[0].target in _VIEWS and len(edge[0].users) == 1 and len(edge[0].all_input_nodes) >= 1:
-        edge = (edge[0].args[0], edge[0])  # type: ignore[assignment]
-    return edge
 
 
 def _weight_of(
@@ -263,10 +256,10 @@ class PoMQuantizer(Quantizer):  # type: ignore[misc]  # torchao is untyped
                 _mark(layer.activation, _spec(self._activation, layer))
         return model
 
-    def validate(self, model: fx.GraphModule) -> None:
+    def validate(self, model: fx.GraphModule) -> None:  # the base's signature
         """Nothing to check: every target takes what is marked here."""
 
-    def prepare_obs_or_fq_callback(self, model: fx.GraphModule, edge_or_node_to_obs_or_fq: Mapping[Any, Any]) -> None:
+    def prepare_obs_or_fq_callback(self, model: fx.GraphModule, edge_or_node_to_obs_or_fq: Mapping[Any, Any]) -> None:  # noqa: ARG002
         """Remember which observer watches which edge."""
         self.observers = dict(edge_or_node_to_obs_or_fq)
 
@@ -280,7 +273,12 @@ def weights_second(module: fx.GraphModule, trained: Collection[str]) -> None:
         if node.op != "call_function" or node.target not in (aten.matmul.default, aten.mm.default):
             continue
         weight, columns = node.args
-        if weight.op != "get_attr" or str(weight.target) not in trained or weight.meta["val"].ndim != 2 or columns.meta["val"].ndim < 2:
+        if (
+            weight.op != "get_attr"
+            or str(weight.target) not in trained
+            or weight.meta["val"].ndim != 2
+            or columns.meta["val"].ndim < 2
+        ):
             continue
 
         def call(target: Any, *args: Any, of: fx.Node = node) -> fx.Node:
