@@ -193,7 +193,7 @@ def _look_at_values(found: Calibration, example: Mapping[str, Tensor], label: st
         largest = float(values.max())
         if largest == 0:
             raise InputError(
-                f"{label}: {name!r} is zero throughout, so its INT8 scale would be 0; give inputs as the model meets them in use"
+                f"{label}: {name!r} is zero throughout, so its INT8 scale would be 0; give inputs as they are in use"
             )
         typical = float(np.partition(values.numpy(), k := int(0.999 * (len(values) - 1)))[k])
         if typical and largest > OUTLYING * typical:

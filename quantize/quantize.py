@@ -54,7 +54,7 @@ class Options:
         InputError: another method, percentile or number of bits.
     """
 
-    method: Method = "mse"
+    method: Method = "percentile"
     percentile: float = PERCENTILE
     weight_bits: Literal[7, 8] = 8
     clip_weights: bool = False
