@@ -2,8 +2,8 @@
 
     python -m benchmarks.int8 [--model digits|text|encoder] [--rounds 15] [--threads 2]
 
-SNR is against PyTorch in FP32, on inputs that calibration did not see. Times are ratios to FP32: every round runs each file once,
-in turn; the ratio is that of the medians.
+SNR is against PyTorch in FP32, on inputs that calibration did not see. Times are ratios to FP32: every round runs each file
+once, in turn; the ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -130,6 +130,10 @@ def open_file(path: Path, threads: int, optimized: Path | None = None) -> ort.In
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
+def _runner(session: ort.InferenceSession) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x: session.run(["y"], {"x": x})[0]
+
+
 def fused(path: Path, folder: Path) -> str:
     """How many GEMMs run on integers, of those that there are."""
     open_file(path, 1, folder / "optimized.onnx")
@@ -169,7 +173,7 @@ def main() -> None:
         print(f"{'file':26} {'bytes':>10} {'SNR dB':>7} {'speed':>6} {'integer GEMMs':>14} {'metric ' + case.unit:>18}")
         for label, session in sessions.items():
             found = session.run(["y"], {"x": case.unseen})[0]
-            value = f"{case.metric(lambda x, s=session: s.run(['y'], {'x': x})[0]):.4f}" if case.metric else "-"  # type: ignore[misc]
+            value = "-" if case.metric is None else f"{case.metric(_runner(session)):.4f}"
             print(
                 f"{label:26} {made[label].stat().st_size:>10,} {measure(truth, found).snr_db:>7.2f} "
                 f"{reference / statistics.median(seconds[label]):>5.2f}x {fused(made[label], folder):>14} {value:>18}",

@@ -14,7 +14,9 @@ import onnx_ir as ir
 
 from pom_edge.export.onnx_graph import Graph
 
-__all__ = ["add_constant", "drop_unused", "finish", "replace_constant"]
+HALF_OPSET = 19  # QuantizeLinear and DequantizeLinear of FP16
+
+__all__ = ["HALF_OPSET", "add_constant", "drop_unused", "finish", "replace_constant"]
 
 
 def finish(graph: Graph) -> Graph:
@@ -23,6 +25,7 @@ def finish(graph: Graph) -> Graph:
     Args:
         graph: a quantized program, translated.
     """
+    _half_scales(graph.model)
     for node in list(graph.model.graph):
         if node.op_type == "DequantizeLinear" and _constant(node.inputs[0]) is not None:
             _transpose_beforehand(graph.model, node)
@@ -39,6 +42,34 @@ def finish(graph: Graph) -> Graph:
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:
     return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _half_scales(model: ir.Model) -> None:
+    """Between FP16 values the scales are FP16 too, as opset 19 allows: no casts that would keep a GEMM from fusing."""
+    changed = False
+    for node in list(model.graph):
+        half = False
+        if node.op_type == "QuantizeLinear":
+            half = node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT16
+        elif node.op_type == "DequantizeLinear":
+            readers = [usage.node for usage in node.outputs[0].uses()]
+            casts = [
+                reader for reader in readers if reader.op_type == "Cast" and reader.outputs[0].dtype == ir.DataType.FLOAT16
+            ]
+            half = bool(readers) and len(casts) == len(readers)
+            for cast in casts if half else []:
+                ir.convenience.replace_all_uses_with(cast.outputs[0], node.outputs[0])
+                model.graph.remove(cast, safe=True)
+            half = half or node.outputs[0].dtype == ir.DataType.FLOAT16
+            if half:
+                node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+        scale = _constant(node.inputs[1]) if half else None
+        if scale is not None and scale.dtype == np.float32:
+            rounded = np.maximum(scale.astype(np.float16), np.finfo(np.float16).smallest_subnormal)
+            replace_constant(model, node, 1, rounded, f"{node.outputs[0].name}_scale")
+            changed = True
+    if changed:
+        model.opset_imports[""] = max(HALF_OPSET, model.opset_imports[""])
 
 
 def _transpose_beforehand(model: ir.Model, node: ir.Node) -> None:

@@ -18,7 +18,7 @@ from pom_edge.errors import InputError
 from pom_edge.export.forms import parallel, recurrent
 from pom_edge.export.inputs import Extent
 from pom_edge.export.lint import GraphContext, lint
-from pom_edge.export.onnx_graph import Boundary, Traced, save_graph, trace_graph, trace_pass, translate
+from pom_edge.export.onnx_graph import Boundary, Traced, save_graph, trace, trace_graph, trace_pass, translate
 from pom_edge.export.streamed import Splitter
 from pom_edge.mixer import CumulativePoM, PoM
 from pom_edge.models import ModelConfig, build_model
@@ -270,3 +270,27 @@ def test_a_streamed_pass(encoder: nn.Module) -> None:
     assert {"blocks.0.ff.0", "blocks.1.mixer.qc_proj.po"} <= {layer.path for layer in found.layers}
     counts = Counter(node.op_type for node in finish(translate(found.traced)).model.graph)
     assert counts["QuantizeLinear"] > 0
+
+
+class _Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64).half(), nn.Linear(64, 8).half()
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.down(torch.relu(self.up(x.half()))).float(),)
+
+
+def test_between_half_values_scales_are_half(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 32)
+    traced = Traced(trace(_Half().eval().requires_grad_(False), (x,), None), ["x"], ["y"], arguments=(x,))
+    found = quantize(traced, lambda module: module(x))
+    graph = finish(translate(found.traced))
+    pairs = [node for node in graph.model.graph if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert {str(node.inputs[1].dtype) for node in pairs if node.inputs[1] is not None} == {"FLOAT16"}
+    assert sum(node.op_type == "Cast" for node in graph.model.graph) == 2  # of the input and of the output
+    ir.save(graph.model, tmp_path / "half.onnx")
+    onnx.checker.check_model(str(tmp_path / "half.onnx"), full_check=True)
+    with torch.no_grad():
+        assert snr_db(_run(tmp_path / "half.onnx", {"x": x})[0], found.module(x)[0].numpy()) > 40
