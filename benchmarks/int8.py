@@ -61,7 +61,7 @@ def subject(name: str) -> Subject:
         model = build_model(ModelConfig(kind="encoder", dim=384, depth=4, input_dim=384, n_sel_heads=6)).eval()
         for mixer in (module for module in model.modules() if isinstance(module, PoM)):
             nn.init.normal_(mixer.po_coeff, std=0.3)
-        return Subject(model, {"x": torch.randn(8, 1024, 384)}, torch.randn(1, 1024, 384).numpy(), None)
+        return Subject(model, {"x": torch.randn(4, 1024, 384)}, torch.randn(1, 1024, 384).numpy(), None)
     loaded = load_checkpoint(DEMOS / name / "model.pt")
     assert loaded.model is not None
     if name == "digits":
