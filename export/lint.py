@@ -6,7 +6,7 @@ layer that returns NaN in FP16, a million tokens that need a terabyte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ from pom_edge.export.onnx_graph import MAX_IR_VERSION, OPSET, Graph
 
 FORBIDDEN = frozenset({"Loop", "Scan", "If", "NonZero", "SequenceMap"})
 HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+INTEGERS = frozenset({ir.DataType.INT8, ir.DataType.INT4})
 FP16_MAX = 65504.0
 SQUARE_TOKENS = 65536  # far beyond any model width, so that an N x N tensor cannot be mistaken for N x D
 GROWTH_TOKENS = 4096
@@ -120,15 +121,83 @@ def cumsum_is_portable(context: GraphContext) -> Iterator[Finding]:
 
 def symmetric_int8(context: GraphContext) -> Iterator[Finding]:
     """QuantizeLinear has an int8 zero point of 0: TensorRT reads anything else as that, silently."""
-    for node in graph_nodes(context.model):
-        if node.op_type != "QuantizeLinear":
-            continue
+    for node in _quantizers(context):
         zero = node.inputs[2] if len(node.inputs) > 2 else None
-        if zero is None or zero.dtype != ir.DataType.INT8:
+        source = node.inputs[0]
+        if node.op_type == "DequantizeLinear" and source is not None and source.dtype not in INTEGERS:
+            yield Finding(
+                "int8-type",
+                str(node.name),
+                f"DequantizeLinear reads {source.dtype}; expected int8 (int32 biases are refused by TensorRT: keep them float)",
+            )
+        if node.op_type == "QuantizeLinear" and (zero is None or zero.dtype != ir.DataType.INT8):
             kind = "no zero point (uint8 in ONNX, INT8 in TensorRT)" if zero is None else f"a zero point of {zero.dtype}"
             yield Finding("int8-zero-point", str(node.name), f"QuantizeLinear has {kind}; expected int8 0")
-        elif zero.const_value is None or zero.const_value.numpy().any():
-            yield Finding("int8-zero-point", str(node.name), "QuantizeLinear has a zero point other than 0")
+        elif zero is not None and (zero.const_value is None or zero.const_value.numpy().any()):
+            yield Finding("int8-zero-point", str(node.name), f"{node.op_type} has a zero point other than 0")
+
+
+def int8_scales(context: GraphContext) -> Iterator[Finding]:
+    """Scales are positive constants: one for an activation; for a weight one, or one for each output channel or block."""
+    for node in _quantizers(context):
+        scale, source = node.inputs[1], node.inputs[0]
+        if scale is None or scale.const_value is None:
+            yield Finding(
+                "int8-scale", str(node.name), f"{node.op_type} has a scale that is computed at run time; expected a constant"
+            )
+            continue
+        numbers = scale.const_value.numpy().astype(np.float64)
+        if not (np.isfinite(numbers) & (numbers > 0)).all():
+            yield Finding(
+                "int8-scale", str(node.name), f"{node.op_type} has a scale of {numbers.min()}; expected finite, above 0"
+            )
+        if numbers.size == 1 and numbers.ndim <= 1:
+            continue
+        if source is None or source.const_value is None:
+            yield Finding(
+                "int8-scale", str(node.name), f"an activation has {numbers.size} scales; TensorRT takes one for the tensor"
+            )
+        else:
+            yield from _channel_axis(node, source.const_value.shape.numpy(), numbers.shape)
+
+
+def _channel_axis(node: ir.Node, weight: Sequence[int], scales: tuple[int, ...]) -> Iterator[Finding]:
+    """Whether a weight's scales lie along its output channels, and its blocks along what its GEMM adds up."""
+    axis, block = node.attributes.get_int("axis", 1) % len(weight), node.attributes.get_int("block_size", 0)
+    expected: tuple[int, ...] = (weight[axis],)
+    if block:
+        expected = tuple(-(-length // block) if i == axis else length for i, length in enumerate(weight))
+    if scales != expected:
+        yield Finding(
+            "int8-axis", str(node.name), f"scales {scales} for a weight {weight} along axis {axis}; expected {expected}"
+        )
+    for usage in node.outputs[0].uses():
+        gemm, index = usage.node, usage.idx
+        added = _added_axis(gemm, index, len(weight))
+        if added is not None and (axis == added) != bool(block):
+            yield Finding("int8-axis", str(node.name), f"axis {axis} is {'not ' if block else ''}what {gemm.name} adds up")
+        other = gemm.inputs[1 - index] if gemm.op_type == "MatMul" else None
+        made_by = None if other is None else other.producer()
+        if index == 0 and not block and made_by is not None and made_by.op_type == "DequantizeLinear":
+            yield Finding(
+                "int8-operand",
+                str(gemm.name),
+                "its weight is the first operand; ONNX Runtime takes scales for channels only on the second",
+            )
+
+
+def _added_axis(gemm: ir.Node, index: int, rank: int) -> int | None:
+    """The axis of a weight along which a GEMM sums; None for other nodes."""
+    if gemm.op_type == "MatMul":
+        return rank - (1 if index == 0 else 2)
+    if gemm.op_type == "Gemm" and index < 2:
+        turned = bool(gemm.attributes.get_int("transB" if index else "transA", 0))
+        return 1 if turned == bool(index) else 0
+    return 1 if gemm.op_type == "Conv" and index == 1 else None
+
+
+def _quantizers(context: GraphContext) -> Iterator[ir.Node]:
+    return (node for node in graph_nodes(context.model) if node.op_type in ("QuantizeLinear", "DequantizeLinear"))
 
 
 def native_layer_norm(context: GraphContext) -> Iterator[Finding]:
@@ -195,6 +264,7 @@ RULES: tuple[Rule, ...] = (
     finite_half_constants,
     cumsum_is_portable,
     symmetric_int8,
+    int8_scales,
     native_layer_norm,
     nothing_local,
     free_axes_are_free,

@@ -176,6 +176,19 @@ PUBLIC = {
     ],
     "pom_edge.export": ["TorchSession", "export_graph", "lint", "lower", "save_graph"],
     "pom_edge.runtimes": ["CheckReport", "Session", "check_bundle", "open_session"],
+    "pom_edge.quantize": [
+        "Calibration",
+        "Options",
+        "Prepared",
+        "Quantized",
+        "StoredWeight",
+        "Training",
+        "finish",
+        "load_calibration",
+        "prepare",
+        "prepare_qat",
+        "weight_only",
+    ],
 }
 
 
