@@ -78,6 +78,14 @@ class Plan:
     image: ImageSpec | None = None
     image_axes: Axes = field(default_factory=dict)
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Of the inputs that a user gives, by name."""
+        if self.image is not None:
+            return dict.fromkeys(self.image_axes, "float32")
+        own = {name: tensor for name, tensor in self.example.items() if not name.startswith(STATE)}
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}
+
     def named(self, values: Arrays) -> Arrays:
         """Values by the module paths of the original."""
         return {name.removeprefix(self.inside): value for name, value in values.items()}

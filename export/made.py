@@ -23,7 +23,7 @@ from pom_edge.bundle import PassSpec, StreamSpec, SumSpec, TensorSpec
 from pom_edge.export.forms import Plan
 from pom_edge.export.inputs import BATCH, TOKENS, Extent
 from pom_edge.export.lint import GraphContext, lint
-from pom_edge.export.onnx_graph import Graph, check_file, save_graph, table_rows, trace_pass, translate
+from pom_edge.export.onnx_graph import OPSET, Graph, Traced, check_file, save_graph, table_rows, trace_pass, translate
 from pom_edge.export.reference import Arrays, TorchSession
 from pom_edge.export.streamed import OFFSET, VALID, Pass, Split, Splitter
 from pom_edge.runtimes.layers import open_tapped
@@ -51,15 +51,27 @@ class Made(ABC):
 
     chunk: int = 0
     precision: str = "fp32"
+    remainder: str = "fp32"  # of INT8: what the rest computes in
+    traced_graphs: list[Traced]  # what the graphs were translated from
 
-    def __init__(self, plan: Plan, graphs: list[Graph]) -> None:
-        self.plan, self.graphs = plan, graphs
+    def __init__(self, plan: Plan, traced: list[Traced]) -> None:
+        self.plan, self.traced_graphs = plan, traced
+        self.graphs = [translate(each) for each in traced]
 
-    def typed(self, graphs: list[Graph], precision: str) -> Made:
+    def typed(self, graphs: list[Graph], precision: str, remainder: str = "fp32") -> Made:
         """The same form with other graphs."""
         made = copy.copy(self)
-        made.graphs, made.precision = graphs, precision
+        made.graphs, made.precision, made.remainder = graphs, precision, remainder
         return made
+
+    @property
+    def kind(self) -> str:
+        """Precision and remainder, as in file names."""
+        return self.precision if self.remainder == "fp32" else f"{self.precision}.{self.remainder}"
+
+    def _lint(self, graph: Graph) -> list[str]:
+        newer = self.precision == "w4" or self.remainder != "fp32"  # 4-bit blocks need 21, FP16 scales 19
+        return lint(GraphContext(graph, graph.model.opset_imports[""] if newer else OPSET))
 
     @property
     @abstractmethod
@@ -86,13 +98,14 @@ class Made(ABC):
     def drive(self, executes: list[Execute]) -> Execute:
         """All graphs together, from something that executes each."""
 
-    def written(self, folder: Path) -> Execute:
-        """Outputs and mixers by name from the written ONNX files."""
+    def written(self, folder: Path, tapped: bool = True, optimize: bool = True) -> Execute:
+        """Outputs and (``tapped``) mixers by name from the written ONNX files; ``optimize``: as the runtime rewrites them."""
         executes: list[Execute] = []
         for file, graph in zip(self.files(), self.graphs, strict=True):
-            taps = {path: str(value.name) for path, value in graph.taps.items()}
-            open_graph = open_rounded if self.precision == "bf16" else open_tapped
-            executes.append(open_graph(folder / file, {name: name for name in graph.outputs} | taps))
+            taps = {path: str(value.name) for path, value in graph.taps.items()} if tapped else {}
+            names = {name: name for name in graph.outputs} | taps
+            rounded = self.precision == "bf16"
+            executes.append(open_rounded(folder / file, names) if rounded else open_tapped(folder / file, names, optimize))
         return self.drive(executes)
 
     @abstractmethod
@@ -129,8 +142,8 @@ class Made(ABC):
 class Single(Made):
     """The parallel and the recurrent form: one graph."""
 
-    def __init__(self, plan: Plan, graph: Graph, batch: Extent, tokens: Extent) -> None:
-        super().__init__(plan, [graph])
+    def __init__(self, plan: Plan, traced: Traced, batch: Extent, tokens: Extent) -> None:
+        super().__init__(plan, [traced])
         self._bounds = {BATCH: batch, TOKENS: tokens}
 
     @property
@@ -146,10 +159,10 @@ class Single(Made):
 
     @property
     def file(self) -> str:
-        return f"{self.plan.form}.{self.precision}{'.ragged' if self.plan.ragged else ''}.onnx"
+        return f"{self.plan.form}.{self.kind}{'.ragged' if self.plan.ragged else ''}.onnx"
 
     def lint(self) -> list[str]:
-        return lint(GraphContext(self.graph))
+        return self._lint(self.graph)
 
     def save(self, folder: Path, metadata: dict[str, str]) -> list[str]:
         files = save_graph(self.graph.model, folder / self.file, metadata)
@@ -177,8 +190,8 @@ class Single(Made):
 class Passes(Made):
     """The streamed form: a graph for each pass, and how they fit together."""
 
-    def __init__(self, plan: Plan, split: Split, graphs: list[Graph], chunk: int, tokens: Extent) -> None:
-        super().__init__(plan, graphs)
+    def __init__(self, plan: Plan, split: Split, traced: list[Traced], chunk: int, tokens: Extent) -> None:
+        super().__init__(plan, traced)
         self.split, self.chunk, self._tokens = split, chunk, tokens
 
     @property
@@ -186,10 +199,10 @@ class Passes(Made):
         return self.files()[0]
 
     def files(self) -> list[str]:
-        return [f"streamed.{self.precision}/pass-{index}.onnx" for index in range(len(self.graphs))]
+        return [f"streamed.{self.kind}/pass-{index}.onnx" for index in range(len(self.graphs))]
 
     def lint(self) -> list[str]:
-        notes = [note for graph in self.graphs for note in lint(GraphContext(graph))]
+        notes = [note for graph in self.graphs for note in self._lint(graph)]
         return [note for note in dict.fromkeys(notes) if not note.startswith("linear-cost")]  # a chunk is of fixed size
 
     def save(self, folder: Path, metadata: dict[str, str]) -> list[str]:

@@ -124,7 +124,9 @@ def _root(show_version: Version = False) -> None:
 def export_command(
     model: Annotated[Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2", show_default=False)],
     target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="fp32, fp16 or bf16 (repeatable).  [default: fp32]")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32]")
+    ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
     ] = None,
@@ -141,6 +143,12 @@ def export_command(
     snr: Annotated[float | None, typer.Option(help="Raise the parity gate to this many dB.")] = None,
     metric: Annotated[str | None, typer.Option(help="module:function(run) -> points of the task, compared too.")] = None,
     max_drop: Annotated[float | None, typer.Option(help="Points that the metric may lose.  [default: 0.5]")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="INT8: FILE, folder, module:callable, or golden (the checkpoint's samples).")
+    ] = None,
+    observer: Annotated[str, typer.Option(help="INT8 ranges: minmax, percentile or mse.")] = "percentile",
+    int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",
+    remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
     ] = None,
@@ -172,6 +180,10 @@ def export_command(
         snr_db=snr,
         metric=metric,
         max_drop=max_drop,
+        calibration=calibration,
+        observer=observer,
+        int8_weights=int8_weights,
+        remainder=remainder,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         overwrite=overwrite,
     )

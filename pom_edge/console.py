@@ -117,7 +117,7 @@ def _console() -> Console:
 def print_export(report: ExportReport) -> None:
     """The closing table and the next commands."""
     table = Table(title=str(report.bundle), title_justify="left")
-    for name in ("target", "precision", "file", "size", "parity", "worst mixer", "memory", "time"):
+    for name in ("target", "precision", "file", "size", "parity", "worst mixer", "memory", "time", "against fp32"):
         table.add_column(name, no_wrap=True)
     for artifact in report.artifacts:
         parity, mixer = artifact.parity or {}, (artifact.parity or {}).get("worst_mixer")
@@ -130,6 +130,7 @@ def print_export(report: ExportReport) -> None:
             f"{mixer['snr_db']:.1f} dB" if mixer else "-",
             human_bytes(artifact.memory["total_bytes"]) if artifact.memory else "not measured",
             "not run" if artifact.run_ms is None else f"{artifact.run_ms:.1f} ms",
+            _speed(artifact.speedup),
         )
     console = _console()
     console.print(table)
@@ -148,6 +149,12 @@ def print_export(report: ExportReport) -> None:
     print(f"exported in {report.seconds:.1f} s. Next:")
     print(f"  pom-edge check {bundle}")
     print(f"  pom-edge run {bundle} --input inputs.npz --output outputs.npz")
+
+
+def _speed(speedup: float | None) -> str:
+    if speedup is None:
+        return "-"
+    return f"{speedup:.2f}x the speed" if speedup >= 1 else f"slower here: {speedup:.2f}x"
 
 
 def say_metric(entry: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pom_edge.errors import GateError, InputError, PomError
-from pom_edge.metric import Metric, runner
+from pom_edge.metric import Metric, Run, runner
 from pom_edge.runtimes.parity import (
     GATES_DB,
     Arrays,
@@ -37,6 +37,7 @@ STAGES = {
     "lowered": "the lowered PyTorch model",
     "onnx": "the ONNX graph in ONNX Runtime",
     "typed": "the typed graph",
+    "eager": "the quantized PyTorch model",
     "quantized": "the quantized graph",
 }
 
@@ -100,21 +101,40 @@ def parity_entry(
     }
 
 
+def torch_points(metric: Metric, plan: Plan) -> float:
+    """The metric of PyTorch's model, which zeros must not reach.
+
+    Raises:
+        GateError: they do; the metric is vacuous.
+    """
+    return metric.reference(_torch_run(plan), _torch_run(plan, ""))
+
+
+def _torch_run(plan: Plan, zeroed: str | None = None) -> Run:
+    return runner(lambda inputs: plan.reference.run(inputs, zeroed)[0], plan.dtypes)
+
+
+def form_run(execute: Execute, plan: Plan, outputs: list[str]) -> Run:
+    """Something that executes a form in PyTorch, for a metric: whole sequences, in one chunk."""
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        lengths = [inputs[name].shape[axis] for name, axis in plan.token_axes.items() if name in inputs]
+        values = plan.through(execute, inputs, lengths[:1])
+        return {name: values[name] for name in outputs}
+
+    return runner(run, plan.dtypes)
+
+
 def hold_metric(metric: Metric, folder: Path, plan: Plan, file: str) -> dict[str, Any]:
     """The task metric of the bundle in ``folder`` beside PyTorch's.
 
     Raises:
         GateError: it drops further than it may, or is vacuous.
     """
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in plan.example.items()}
-    model, zeros = (
-        runner(lambda inputs, part=part: plan.reference.run(inputs, part)[0], dtypes)  # type: ignore[misc]
-        for part in (None, "")
-    )
-    points = metric.reference(model, zeros)
+    points = torch_points(metric, plan)
     with open_session(folder, artifact=file) as session:
         entry = metric.compare(points, metric.of(session.run))
-    if not entry["passed"] and (again := metric.of(model)) != points:
+    if not entry["passed"] and (again := metric.of(_torch_run(plan))) != points:
         raise InputError(f"--metric: {metric.name} is not repeatable: PyTorch's model had {points:g} points and now {again:g}")
     if not entry["passed"]:
         raise GateError(

@@ -89,6 +89,8 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
                 "mixers": list(artifact.mixers),
                 "parity": artifact.parity,
                 **({"ranges": artifact.ranges} if ranges else {}),
+                "remainder": artifact.remainder,
+                "quantization": artifact.quantization,
                 "notes": artifact.notes,
             }
             for artifact in manifest.artifacts

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.budget import OverBudgetError, keep_budget
+from pom_edge.building import Builder, Built
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.errors import GateError, InputError, require
-from pom_edge.exchange import writing_errors
-from pom_edge.gates import Stage, against, against_graph, hold_metric, hold_stage, missed, parity_entry, prove_gate
+from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.memory import measure_peak
@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from pom_edge.subject import Subject
 
 TARGETS = ("onnx",)
-PRECISIONS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
+REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
+OBSERVERS = ("minmax", "percentile", "mse")
+INT8_WEIGHTS = ("8bit", "7bit")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
@@ -74,6 +77,10 @@ class ExportOptions:
     snr_db: float | None = None
     metric: str | Callable[..., float] | None = None
     max_drop: float | None = None
+    calibration: Any = None
+    observer: str = "percentile"
+    int8_weights: str = "8bit"
+    remainder: str = "fp32"
     memory_budget: int | None = None
     overwrite: bool = False
 
@@ -91,10 +98,17 @@ class ExportOptions:
             ("target", self.targets, TARGETS),
             ("precision", self.precisions, PRECISIONS),
             ("form", [self.form or FORMS[0]], FORMS),
+            ("remainder", [self.remainder], REMAINDERS),
+            ("observer", [self.observer], OBSERVERS),
+            ("width of INT8 weights", [self.int8_weights], INT8_WEIGHTS),
         ):
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
+        if self.calibration is not None and "int8" not in self.precisions:
+            raise InputError("--calibration is for --precision int8; the other precisions need no data")
+        if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
+            raise InputError("--remainder is what is not INT8 or weights in int8, w8 and w4; ask for one of these precisions")
         if self.chunk is not None and (self.form != "streamed" or self.chunk < 1):
             raise InputError(f"--chunk is {self.chunk}; expected at least 1, and --form streamed")
         if self.memory_budget is not None and self.tokens is None:
@@ -121,6 +135,7 @@ class ArtifactReport:
     run_ms: float | None
     run_inputs: str
     memory: dict[str, int] | None
+    speedup: float | None = None
 
 
 @dataclass
@@ -328,9 +343,10 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
     metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
     with write_bundle(out, options.overwrite) as folder:
-        builder = _Builder(made, cases, folder, metadata, options, step)
-        builder.hold_fp32()
-        built = [builder.build(precision) for precision in dict.fromkeys(options.precisions)]
+        with tempfile.TemporaryDirectory() as scratch:
+            builder = Builder(subject, made, cases, folder, Path(scratch), metadata, options, metric, step)
+            builder.hold_fp32()
+            built = [builder.build(precision) for precision in dict.fromkeys(options.precisions)]
         notes += [note for each in built for note in each.notes]
         golden, entries = store(cases)
         fields = {
@@ -361,102 +377,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     return ExportReport(out, reports, warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
 
 
-@dataclass
-class _Built:
-    """One artifact on its way into the manifest."""
-
-    made: Made
-    files: list[str]
-    parity: dict[str, Any]
-    ranges: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-class _Builder:
-    """Artifacts of several precisions from one FP32 form, each held against PyTorch.
-
-    Args:
-        made: in FP32.
-        cases: recorded inputs and answers.
-        folder: of the bundle in the making.
-        metadata: of every graph.
-    """
-
-    def __init__(
-        self, made: Made, cases: list[Case], folder: Path, metadata: dict[str, str], options: ExportOptions, step: Step
-    ) -> None:
-        self._made, self._cases, self._folder = made, cases, folder
-        self._metadata, self._options, self._step = metadata, options, step
-        self._outputs = list(cases[0].outputs)
-        self._stages: dict[str, Stage] = {}
-        self._files: list[str] = []
-
-    def hold_fp32(self) -> None:
-        """The lowered model and the FP32 graph are the model, whatever precision comes after."""
-        gate_db = self._gate_db("fp32") if "fp32" in self._options.precisions else GATES_DB["fp32"]
-        traced = self._made.traced()
-        if traced is not None:
-            self._step("compare the lowered model with PyTorch")
-            self._stages["lowered"] = against(self._cases, self._made.plan, traced)
-            hold_stage("lowered", self._stages["lowered"], gate_db, self._made.plan, self._outputs)
-        with tempfile.TemporaryDirectory() as elsewhere:
-            folder = self._folder if "fp32" in self._options.precisions else Path(elsewhere)
-            self._files = self._save(self._made, folder)
-            self._step("compare the graph with PyTorch")
-            self._stages["onnx"] = against_graph(self._cases, self._made.plan, self._made.written(folder))
-        hold_stage("onnx", self._stages["onnx"], gate_db, self._made.plan, self._outputs)
-
-    def build(self, precision: str) -> _Built:
-        """One artifact, its gates held.
-
-        Raises:
-            GateError: it misses one, whatever is kept in FP32.
-        """
-        if precision == "fp32":
-            return _Built(self._made, self._files, self._parity(self._stages, precision))
-        return self._half(precision)
-
-    def _half(self, precision: str) -> _Built:
-        from pom_edge.export.inputs import Extent
-        from pom_edge.export.typed import look, typed
-
-        self._step(f"bound every value for {precision}")
-        facts = look(self._made, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
-        keep: set[str] = set()
-        gate_db = self._gate_db(precision)
-        while True:
-            made, ranges = typed(self._made, precision, facts, keep)
-            made.lint()
-            files = self._save(made, self._folder)
-            self._step(f"compare {precision} with PyTorch")
-            stage = against_graph(self._cases, made.plan, made.written(self._folder))
-            failed = missed(stage, gate_db)
-            if not failed:
-                break
-            mixers = {name: m.snr_db for name, m in stage.items() if name not in self._outputs}
-            below = {name.split("#")[0] for name in failed if name in mixers}
-            more = (below or {min(mixers, key=lambda name: mixers[name]).split("#")[0] for _ in (0,) if mixers}) - keep
-            if not more:
-                hold_stage("typed", stage, gate_db, made.plan, self._outputs)
-            keep |= more
-        notes = [f"{precision}: {', '.join(sorted(keep))} kept in FP32, below the gate of {gate_db:g} dB"] if keep else []
-        return _Built(made, files, self._parity({**self._stages, "typed": stage}, precision), ranges, notes)
-
-    def _gate_db(self, precision: str) -> float:
-        return max(self._options.snr_db or 0.0, GATES_DB[precision])
-
-    def _parity(self, stages: dict[str, Stage], precision: str) -> dict[str, Any]:
-        gate_db = self._gate_db(precision)
-        vacuity = prove_gate(self._cases, self._made.plan.reference, self._made.mixers, gate_db)
-        return parity_entry(stages, gate_db, self._outputs, vacuity)
-
-    def _save(self, made: Made, folder: Path) -> list[str]:
-        self._step(f"write the graph in {made.precision}")
-        with writing_errors(folder / made.file):
-            return made.save(folder, {**self._metadata, "form": made.plan.form, "precision": made.precision})
-
-
-def _artifact(built: _Built, folder: Path, notes: list[str]) -> Artifact:
+def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
     """The manifest's entry."""
     from pom_edge.export.arena import arena_plan
 
@@ -466,12 +387,14 @@ def _artifact(built: _Built, folder: Path, notes: list[str]) -> Artifact:
         target="onnx",
         form=made.plan.form,
         precision=made.precision,
+        remainder=made.remainder,
         file=made.file,
         files=built.files,
         notes=notes,
         verified="onnxruntime (CPU)" if runs else EVALUATED,
         parity=built.parity,
         ranges=built.ranges,
+        quantization=built.quantization,
         **made.fields(),
         arena=[arena_plan(folder / file) if runs else None for file in made.files()],
     )
@@ -513,18 +436,18 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
     from pom_edge.export import forms
     from pom_edge.export.inputs import BATCH, TOKENS, Extent
     from pom_edge.export.made import Passes, Single, choose_chunk
-    from pom_edge.export.onnx_graph import Boundary, trace_graph, trace_pass, traced_program, translate
+    from pom_edge.export.onnx_graph import Boundary, trace_graph, trace_pass, traced_program
     from pom_edge.export.streamed import Splitter
 
     if options.form != "streamed":
         plan = _plan(subject, options, batch, tokens)
         if subject.program is not None:
-            return Single(plan, translate(traced_program(subject.program, list(subject.example))), batch, tokens), []
+            return Single(plan, traced_program(subject.program, list(subject.example)), batch, tokens), []
         if plan.form == "recurrent":
             forms.check_steps(plan)
         extents = {BATCH: batch, TOKENS: tokens}
         traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes, extents, plan.inside)
-        return Single(plan, translate(traced), batch, tokens), []
+        return Single(plan, traced, batch, tokens), []
     if not batch.fixed:
         raise InputError(f"--batch is {options.batch!r}; the passes of the streamed form have fixed shapes: give one number")
     if options.chunk is not None and tokens.maximum is not None and options.chunk > tokens.maximum:
@@ -545,8 +468,8 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         chunk, notes = choose_chunk(splitter, tokens.maximum)
     step("translate the passes")
     split = splitter.split(chunk)
-    graphs = [translate(trace_pass(each, split, plan.mixers)) for each in split.passes]
-    return Passes(plan, split, graphs, chunk, tokens), notes
+    traced_passes = [trace_pass(each, split, plan.mixers) for each in split.passes]
+    return Passes(plan, split, traced_passes, chunk, tokens), notes
 
 
 def _cases(subject: Subject, made: Made, batch: Extent, tokens: Extent) -> list[Case]:
@@ -566,7 +489,7 @@ def _cases(subject: Subject, made: Made, batch: Extent, tokens: Extent) -> list[
     return stream_cases(example, axes, tokens, samples, plan.frame, plan.ragged)
 
 
-def _check_artifact(folder: Path, built: _Built, step: Step) -> ArtifactReport:
+def _check_artifact(folder: Path, built: Built, step: Step) -> ArtifactReport:
     """Open the finished folder as a device would and check it; then time (ms) and measure one run of its largest case.
 
     The figures go into the report and not into the manifest: they would make two exports of the same model differ.
@@ -601,6 +524,7 @@ def _check_artifact(folder: Path, built: _Built, step: Step) -> ArtifactReport:
         timed,
         case.description,
         None if peak is None else peak.to_dict(),
+        built.speedup,
     )
 
 

@@ -173,6 +173,15 @@ class Prepared:
                 observer.quantize(False)
                 observer.watching = before
 
+    def stop_watching(self) -> None:
+        """Calibration is over: what runs now leaves no trace."""
+        for observer in self._observers.values():
+            observer.watching = False
+
+    def kept_facts(self) -> list[LayerFacts]:
+        """Facts of a graph that stays in float as a whole."""
+        return [self._facts(layer, "kept in float") for layer in self.layers]
+
     # -- the result ---------------------------------------------------------------------------------------------------
 
     def convert(self, keep_float: Collection[str] = ()) -> Quantized:

@@ -9,7 +9,7 @@ reading weights is what takes the time, and where files and downloads should be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,13 +49,16 @@ class StoredWeight:
     note: str = ""
 
 
-def weight_only(model: ir.Model, bits: Literal[4, 8] = 8, clip: bool = True) -> list[StoredWeight]:
+def weight_only(
+    model: ir.Model, bits: Literal[4, 8] = 8, clip: bool = True, other: Mapping[str, int] | None = None
+) -> list[StoredWeight]:
     """Store the weights of a graph's GEMMs as integers. Changes the graph in place; ``bits=4`` raises its opset to 21.
 
     Args:
         model: a float graph.
         bits: 8, or 4 where the weights fill blocks of 32 (8 elsewhere, with a note).
         clip: scales with the least squared error; otherwise those that clip nothing.
+        other: bits of single weights, by name: 8, or 32 for one that stays as it is.
 
     Returns:
         What became of each weight.
@@ -73,9 +76,12 @@ def weight_only(model: ir.Model, bits: Literal[4, 8] = 8, clip: bool = True) -> 
     for node, index, reduced in found:
         source = node.inputs[index]
         assert source is not None
+        own = (other or {}).get(str(source.name), bits)
+        if own == 32:
+            continue
         key = f"{source.name}/{reduced}"
         if key not in stored:
-            entry, stored[key] = _store(model, node, source, reduced, bits, clip)
+            entry, stored[key] = _store(model, node, source, reduced, own, clip)
             report.append(entry)
         node.replace_input_with(index, stored[key])
     if any(entry.bits == 4 for entry in report):

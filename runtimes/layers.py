@@ -19,12 +19,15 @@ from pom_edge.runtimes.tokens import Buffer
 __all__ = ["first_divergence", "open_tapped"]
 
 
-def open_tapped(path: Path, taps: dict[str, str]) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+def open_tapped(
+    path: Path, taps: dict[str, str], optimize: bool = True
+) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """An ONNX file with further outputs, ready to run.
 
     Args:
         path: the ``.onnx`` file.
         taps: the names that are wanted (module paths, outputs) -> the values inside the graph.
+        optimize: let the runtime rewrite the graph for speed.
 
     Returns:
         A function of inputs by name that returns the wanted values by name.
@@ -35,7 +38,7 @@ def open_tapped(path: Path, taps: dict[str, str]) -> Callable[[dict[str, np.ndar
     for value in taps.values():
         if value not in known:
             model.graph.output.append(onnx.ValueInfoProto(name=value))
-    native = native_session(model.SerializeToString(), weights_folder=path.parent)
+    native = native_session(model.SerializeToString(), weights_folder=path.parent, optimize=optimize)
     return lambda inputs: dict(zip(taps, native.run(list(taps.values()), inputs), strict=True))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import BundleError, InputError, PomError, require
+from pom_edge.runtimes.processor import int8_saturates
 from pom_edge.runtimes.session import Session
 from pom_edge.system import trim_heap
 
@@ -56,6 +57,9 @@ def native_session(
     _register_arena()
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4  # errors arrive as exceptions, with our message
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # w8, w4: arithmetic in FP32, as written
+    if int8_saturates():
+        options.add_session_config_entry("session.x64quantprecision", "1")  # exact sums: what is measured is what the file says
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
@@ -97,8 +101,12 @@ class OnnxRuntimeSession(Session):
 
     @property
     def runtime(self) -> str:
-        evaluated = "evaluated, rounded to BF16" if self.artifact.precision == "bf16" else "CPU"
-        return f"onnxruntime {self._version} ({evaluated})"
+        how = "CPU"
+        if self.artifact.precision == "bf16":
+            how = "evaluated, rounded to BF16"
+        elif self.artifact.precision == "int8":
+            how = "CPU without VNNI, exact INT8 sums" if int8_saturates() else "CPU"
+        return f"onnxruntime {self._version} ({how})"
 
     def _run_graph(self, index: int, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if not self._natives:

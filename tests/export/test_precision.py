@@ -18,7 +18,7 @@ from pom_edge.export import forms
 from pom_edge.export.golden import golden_cases, record
 from pom_edge.export.inputs import Extent
 from pom_edge.export.made import Single
-from pom_edge.export.onnx_graph import Graph, export_graph, save_graph
+from pom_edge.export.onnx_graph import Graph, save_graph, trace_graph
 from pom_edge.export.precision import to_half
 from pom_edge.export.ranges import Range
 from pom_edge.export.typed import look, typed
@@ -34,9 +34,9 @@ from tests.export.test_ranges import Attending
 
 def _single(model: torch.nn.Module, example: dict[str, torch.Tensor]) -> tuple[Single, list[Any]]:
     plan = forms.parallel(model.eval(), example, Extent(), Extent())
-    graph = export_graph(plan.model, plan.mixers, plan.example, plan.axes)
+    traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes)
     cases, _ = record(golden_cases(example, plan.axes, Extent(), Extent(), None), plan.reference)
-    return Single(plan, graph, Extent(), Extent()), cases
+    return Single(plan, traced, Extent(), Extent()), cases
 
 
 def _layer(degree: int, scale: float, **settings: Any) -> torch.nn.Module:

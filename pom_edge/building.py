@@ -1,0 +1,326 @@
+"""Artifacts of every precision from one FP32 form, each held against PyTorch before it is kept.
+
+fp32 -> typed (fp16, bf16)      what misses its gate stays in FP32
+fp32 -> Q/DQ (int8)             the most sensitive layers go back to float
+fp32 -> integer weights         the most costly weights get more bits
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pom_edge.errors import GateError, InputError
+from pom_edge.exchange import writing_errors
+from pom_edge.gates import (
+    Stage,
+    against,
+    against_graph,
+    form_run,
+    hold_stage,
+    missed,
+    parity_entry,
+    prove_gate,
+    torch_points,
+)
+from pom_edge.metric import Metric
+from pom_edge.runtimes.parity import GATES_DB, measure, worst
+
+if TYPE_CHECKING:
+    from pom_edge.export.golden import Case
+    from pom_edge.export.made import Made
+    from pom_edge.pipeline import ExportOptions
+    from pom_edge.quantize.calibration import Calibration
+    from pom_edge.quantize.forms import FormQuantizer
+    from pom_edge.runtimes.stepping import Execute
+    from pom_edge.subject import Subject
+
+Step = Callable[[str], None]
+HALVES = ("fp16", "bf16")
+NO_DATA = (
+    "INT8 needs calibration data: inputs as they are in use, a hundred samples or so, and the checkpoint carries none. Save "
+    "some (inputs {names}; numpy.savez('calibration.npz', {array})) and give --calibration calibration.npz, a folder of such "
+    "files, or module:callable that yields batches. Weights alone need none: --precision w8"
+)
+EAGER_GATE_DB = 40.0  # the INT8 graph against the quantized model in PyTorch
+SPEED_ROUNDS = 9
+
+__all__ = ["Builder", "Built"]
+
+
+@dataclass
+class Built:
+    """One artifact on its way into the manifest."""
+
+    made: Made
+    files: list[str]
+    parity: dict[str, Any]
+    ranges: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
+    speedup: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class Builder:
+    """Artifacts of several precisions from one FP32 form, each held against PyTorch.
+
+    Args:
+        subject: what is exported.
+        made: in FP32.
+        cases: recorded inputs and answers.
+        folder: of the bundle in the making.
+        scratch: a folder for what is not kept.
+        metadata: of every graph.
+        metric: of the user's task.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        made: Made,
+        cases: list[Case],
+        folder: Path,
+        scratch: Path,
+        metadata: dict[str, str],
+        options: ExportOptions,
+        metric: Metric | None,
+        step: Step,
+    ) -> None:
+        self._subject, self._made, self._cases, self._folder = subject, made, cases, folder
+        self._metadata, self._options, self._metric, self._step = metadata, options, metric, step
+        self._fp32_folder = folder if "fp32" in options.precisions else scratch
+        self._outputs = list(cases[0].outputs)
+        self._stages: dict[str, Stage] = {}
+        self._files: list[str] = []
+
+    def hold_fp32(self) -> None:
+        """The lowered model and the FP32 graph are the model, whatever precision comes after."""
+        gate_db = self._gate_db("fp32") if "fp32" in self._options.precisions else GATES_DB["fp32"]
+        traced = self._made.traced()
+        if traced is not None:
+            self._step("compare the lowered model with PyTorch")
+            self._stages["lowered"] = against(self._cases, self._made.plan, traced)
+            hold_stage("lowered", self._stages["lowered"], gate_db, self._made.plan, self._outputs)
+        self._files = self._save(self._made, self._fp32_folder)
+        self._stages["onnx"] = self._graph_stage(self._made, self._fp32_folder)
+        hold_stage("onnx", self._stages["onnx"], gate_db, self._made.plan, self._outputs)
+
+    def build(self, precision: str) -> Built:
+        """One artifact, its gates held.
+
+        Raises:
+            GateError: it misses one, whatever is kept in float.
+        """
+        if precision == "fp32":
+            return Built(self._made, self._files, self._parity(self._stages, precision))
+        if precision in HALVES:
+            return self._half(self._made, precision, precision)
+        built = self._int8() if precision == "int8" else self._weights(precision)
+        built.speedup = self._speedup(built.made)
+        return built
+
+    def _half(self, base: Made, half: str, precision: str) -> Built:
+        """``base`` with its floating-point nodes in half precision; mixers below their gate stay in FP32."""
+        from pom_edge.export.inputs import Extent
+        from pom_edge.export.typed import look, typed
+
+        self._step(f"bound every value for {half}")
+        facts = look(base, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
+        keep: set[str] = set()
+        gate_db = self._gate_db(precision)
+        while True:
+            made, ranges = typed(base, half, facts, keep)
+            files, stage = self._written(made)
+            failed = missed(stage, gate_db)
+            if not failed:
+                break
+            mixers = {name: m.snr_db for name, m in stage.items() if name not in self._outputs}
+            below = {name.split("#")[0] for name in failed if name in mixers}
+            if not below and mixers:  # an output alone misses: the worst mixer is the likeliest cause
+                below = {min(set(mixers) - keep or mixers, key=lambda name: mixers[name]).split("#")[0]}
+            if not below - keep:
+                hold_stage("typed", stage, gate_db, made.plan, self._outputs)
+            keep |= below
+        notes = [f"{made.kind}: {', '.join(sorted(keep))} kept in FP32, below the gate of {gate_db:g} dB"] if keep else []
+        return Built(made, files, self._parity({**self._stages, "typed": stage}, precision), ranges, notes=notes)
+
+    def _int8(self) -> Built:
+        from pom_edge.quantize.graph import finish
+
+        quantizer, data = self._calibrated()
+        self._step("quantize each layer alone")
+        case = self._cases[0]
+        alone = quantizer.sensitivity(case)
+        kept = self._fall_back(quantizer, alone)
+        self._step("make the INT8 graph")
+        form = quantizer.convert(kept)
+        eager = against(self._cases, self._made.plan, form.eager)
+        gate_db = self._gate_db("int8")
+        if self._options.remainder == "fp32":
+            for graph in form.made.graphs:
+                finish(graph)
+            files, stage = self._written(form.made)
+            built = Built(form.made, files, {})
+        else:
+            built = self._half(form.made, self._options.remainder, "int8")
+            stage = self._graph_stage(built.made, self._folder)
+        hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)
+        eager_db = self._hold_eager(built.made, form.eager)
+        built.parity = self._parity({**self._stages, "eager": eager, "quantized": stage}, "int8", eager_db)
+        built.quantization = {
+            "calibration": data.source,
+            "samples": data.samples,
+            "observer": self._options.observer,
+            "weights": self._options.int8_weights,
+            "kept_float": kept,
+            "layers": [
+                {
+                    "layer": fact.path,
+                    "kind": fact.kind,
+                    "snr_db": alone[fact.path],
+                    "activation_scale": fact.activation_scale,
+                    "why": fact.why,
+                }
+                for fact in form.layers
+            ],
+        }
+        built.notes += [*data.warnings, *form.warnings]
+        if kept:
+            built.notes.append(f"int8: {', '.join(kept)} kept in float, so that every gate holds")
+        return built
+
+    def _calibrated(self) -> tuple[FormQuantizer, Calibration]:
+        from pom_edge.export.inputs import Extent, plan_axes
+        from pom_edge.quantize import Options, load_calibration
+        from pom_edge.quantize.forms import FormQuantizer
+
+        source, example, tokens = (
+            self._options.calibration,
+            self._subject.example,
+            Extent.parse(self._options.tokens, "--tokens"),
+        )
+        if source is None or source == "golden":
+            source = self._subject.samples
+            if not source:
+                raise InputError(NO_DATA.format(names=", ".join(example), array=f"{next(iter(example))}=batch"))
+        axes = plan_axes(example, Extent(), tokens if self._made.plan.form == "parallel" else Extent())
+        data = load_calibration(source, example, axes)
+        if source is self._subject.samples:
+            data.source = "the checkpoint's own samples"
+        self._step(f"calibrate on {data.samples} samples")
+        bits: Any = {"8bit": 8, "7bit": 7}[self._options.int8_weights]
+        observer: Any = self._options.observer
+        return FormQuantizer(self._made, data, axes, Options(method=observer, weight_bits=bits), tokens), data
+
+    def _fall_back(self, quantizer: FormQuantizer, alone: dict[str, float]) -> list[str]:
+        """Which layers go back to float, the most sensitive first, until every gate holds."""
+        gate_db = self._gate_db("int8")
+        ranked = sorted(alone, key=lambda path: alone[path])
+        points = None if self._metric is None else torch_points(self._metric, self._made.plan)
+        kept: list[str] = []
+        while True:
+            chosen = [path for path in ranked if path not in kept]
+            with quantizer.quantizing(chosen) as run:
+                failed = missed(against(self._cases, self._made.plan, run), gate_db)
+                drop = 0.0
+                if self._metric is not None and points is not None and not failed:
+                    drop = points - self._metric.of(form_run(run, self._made.plan, self._outputs))
+            if not failed and (self._metric is None or drop <= self._metric.max_drop):
+                return kept
+            if len(chosen) <= 1:
+                why = ", ".join(f"{name} {m.snr_db:.1f} dB" for name, m in failed.items()) or f"the metric drops by {drop:g}"
+                raise GateError(f"INT8 misses its gate of {gate_db:g} dB whatever stays in float ({why}); use --precision fp16")
+            kept.append(chosen[0])
+            self._step(f"{chosen[0]} back to float ({alone[chosen[0]]:.1f} dB alone)")
+
+    def _hold_eager(self, made: Made, eager: Execute) -> float:
+        """The file means what the quantized model in PyTorch computes: its runtime's rewrites left aside.
+
+        Q/DQ graphs are chaotic near 1e-3: a value at the middle between two integers goes one way or the other.
+        """
+        exact = made.written(self._folder, optimize=False)
+        found = []
+        for case in self._cases:
+            truth, values = (made.plan.through(run, case.inputs, case.chunks) for run in (eager, exact))
+            found += [measure(truth[name], values[name]) for name in self._outputs]
+        eager_db = round(worst(found).snr_db, 2)
+        if made.remainder == "fp32" and eager_db < EAGER_GATE_DB:
+            raise GateError(
+                f"the INT8 graph is not the quantized model of PyTorch: {eager_db:.1f} dB; the gate is {EAGER_GATE_DB:g} dB"
+            )
+        return eager_db
+
+    def _weights(self, precision: str) -> Built:
+        from pom_edge.quantize.forms import WeightStore
+
+        base, ranges, notes = self._made, None, []
+        if self._options.remainder != "fp32":
+            half = self._half(base, self._options.remainder, self._options.remainder)
+            base, ranges, notes = half.made, half.ranges, half.notes
+        store, other, gate_db = WeightStore(base, precision), dict[str, int](), self._gate_db(precision)
+        alone: dict[str, float] = {}
+        while True:
+            made, entries = store.store(other)
+            files, stage = self._written(made)
+            if not missed(stage, gate_db):
+                break
+            if not alone:
+                self._step("store each weight alone")
+                with tempfile.TemporaryDirectory() as scratch:
+                    alone = store.sensitivity(Path(scratch), self._cases[0])
+            wider = store.more_bits(other, alone)
+            if wider is None:
+                hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)
+            other = wider or other
+        listed = [{**vars(entry), "snr_db_alone": alone.get(entry.name)} for entry in entries]
+        floats = [name for name, bits in other.items() if bits == 32]
+        if floats:
+            notes.append(f"{precision}: {', '.join(floats)} kept in float, so that every gate holds")
+        eight = [entry.name for entry in entries if entry.bits == 8]
+        if precision == "w4" and eight:
+            notes.append(
+                f"w4: {len(eight)} of {len(entries)} weights in 8 bits: they do not fill blocks of 32, or cost too much"
+            )
+        parity = self._parity({**self._stages, "quantized": stage}, precision)
+        return Built(made, files, parity, ranges, {"weights": listed, "kept_float": floats}, notes=notes)
+
+    def _speedup(self, made: Made) -> float:
+        """Time of the FP32 graph over that of this one, here, for the largest case."""
+        case = max(self._cases, key=lambda each: each.nbytes)
+        runs = [self._made.written(self._fp32_folder, tapped=False), made.written(self._folder, tapped=False)]
+        self._step(f"time {made.kind} beside fp32")
+        seconds: list[list[float]] = [[], []]
+        for _ in range(SPEED_ROUNDS):
+            for run, taken in zip(runs, seconds, strict=True):
+                start = time.perf_counter()
+                made.plan.through(run, case.inputs, case.chunks)
+                taken.append(time.perf_counter() - start)
+        return round(statistics.median(seconds[0]) / statistics.median(seconds[1]), 2)
+
+    def _gate_db(self, precision: str) -> float:
+        return max(self._options.snr_db or 0.0, GATES_DB[precision])
+
+    def _parity(self, stages: dict[str, Stage], precision: str, eager_db: float | None = None) -> dict[str, Any]:
+        gate_db = self._gate_db(precision)
+        vacuity = prove_gate(self._cases, self._made.plan.reference, self._made.mixers, gate_db)
+        return parity_entry(stages, gate_db, self._outputs, vacuity, eager_db)
+
+    def _written(self, made: Made) -> tuple[list[str], Stage]:
+        """Lint, write and run a form's graphs."""
+        made.lint()
+        files = self._save(made, self._folder)
+        return files, self._graph_stage(made, self._folder)
+
+    def _graph_stage(self, made: Made, folder: Path) -> Stage:
+        self._step(f"compare {made.kind} with PyTorch")
+        return against_graph(self._cases, made.plan, made.written(folder))
+
+    def _save(self, made: Made, folder: Path) -> list[str]:
+        self._step(f"write the graph in {made.kind}")
+        with writing_errors(folder / made.file):
+            return made.save(folder, {**self._metadata, "form": made.plan.form, "precision": made.kind})
