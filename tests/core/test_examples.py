@@ -99,7 +99,7 @@ def test_files_of_inputs(folder: Path) -> None:
         ("inputs_of_mine:poisoned", "input 'x' holds 2 NaN or Inf of 3 values"),
         ("inputs_of_mine:needy", r"needs arguments \(path\), but it is called with none"),
         ("inputs_of_mine:broken", r"raised RuntimeError: The size of tensor .*inputs_of_mine.py, line 19\)"),
-        ("inputs_of_mine:number", "inputs_of_mine:number is of type int; expected a function or class"),
+        ("inputs_of_mine:number", "inputs_of_mine:number is of type int; expected something that can be called"),
         ("inputs_of_mine:nothing", "inputs_of_mine has no 'nothing'; it defines broken, empty, inputs"),
         ("no_such_module:build", "there is no module 'no_such_module', neither installed nor in"),
         ("torch.nothing_here:build", "there is no module 'torch.nothing_here'"),
