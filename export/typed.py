@@ -121,7 +121,7 @@ def typed(made: Made, precision: str, facts: Facts, keep: Collection[str] = ()) 
         graphs.append(changed)
         rows += typing.rows
         half, nodes = half + typing.half_nodes, nodes + typing.nodes
-    result = made.typed(graphs, precision)
+    result = made.typed(graphs, precision) if made.precision == "fp32" else made.typed(graphs, made.precision, precision)
     if not result.common_fields()["census"].get(str(HALF_TYPES[precision].name).lower()):
         raise GateError(
             f"{precision} was asked for, and no weight of the model can be in it: {_reasons(rows)}. Export it in fp32"

@@ -34,6 +34,7 @@ from pom_edge.runtimes.parity import GATES_DB, measure, worst
 if TYPE_CHECKING:
     from pom_edge.export.golden import Case
     from pom_edge.export.made import Made
+    from pom_edge.export.onnx_graph import Graph
     from pom_edge.pipeline import ExportOptions
     from pom_edge.quantize.calibration import Calibration
     from pom_edge.quantize.forms import FormQuantizer
@@ -124,8 +125,11 @@ class Builder:
         built.speedup = self._speedup(built.made)
         return built
 
-    def _half(self, base: Made, half: str, precision: str) -> Built:
-        """``base`` with its floating-point nodes in half precision; mixers below their gate stay in FP32."""
+    def _half(self, base: Made, half: str, precision: str, finish: Callable[[Graph], Graph] | None = None) -> Built:
+        """``base`` with its floating-point nodes in half precision; mixers below their gate stay in FP32.
+
+        ``finish`` is applied to each typed graph.
+        """
         from pom_edge.export.inputs import Extent
         from pom_edge.export.typed import look, typed
 
@@ -135,6 +139,9 @@ class Builder:
         gate_db = self._gate_db(precision)
         while True:
             made, ranges = typed(base, half, facts, keep)
+            if finish is not None:
+                for graph in made.graphs:
+                    finish(graph)
             files, stage = self._written(made)
             failed = missed(stage, gate_db)
             if not failed:
@@ -167,7 +174,7 @@ class Builder:
             files, stage = self._written(form.made)
             built = Built(form.made, files, {})
         else:
-            built = self._half(form.made, self._options.remainder, "int8")
+            built = self._half(form.made, self._options.remainder, "int8", finish)
             stage = self._graph_stage(built.made, self._folder)
         hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)
         eager_db = self._hold_eager(built.made, form.eager)

@@ -179,7 +179,7 @@ class WeightStore:
             graphs.append(changed)
         if not entries and failure is not None:
             raise failure
-        return self._base.typed(graphs, self._precision, self._base.remainder), list(entries.values())
+        return self._base.typed(graphs, self._precision, self._base.precision), list(entries.values())
 
     def sensitivity(self, folder: Path, case: Case) -> dict[str, float]:
         """The SNR (dB) of the form's outputs and mixers, the worst, when one weight alone is stored as integers."""

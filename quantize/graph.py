@@ -29,6 +29,7 @@ def finish(graph: Graph) -> Graph:
     for node in list(graph.model.graph):
         if node.op_type == "DequantizeLinear" and _constant(node.inputs[0]) is not None:
             _transpose_beforehand(graph.model, node)
+            _name_weight(graph.model, node)
     for node in list(graph.model.graph):
         if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].producer() is not None:
             _own_pairs(graph.model, node)
@@ -63,11 +64,11 @@ def _half_scales(model: ir.Model) -> None:
             half = half or node.outputs[0].dtype == ir.DataType.FLOAT16
             if half:
                 node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+        changed |= half
         scale = _constant(node.inputs[1]) if half else None
         if scale is not None and scale.dtype == np.float32:
             rounded = np.maximum(scale.astype(np.float16), np.finfo(np.float16).smallest_subnormal)
             replace_constant(model, node, 1, rounded, f"{node.outputs[0].name}_scale")
-            changed = True
     if changed:
         model.opset_imports[""] = max(HALF_OPSET, model.opset_imports[""])
 
@@ -90,6 +91,13 @@ def _transpose_beforehand(model: ir.Model, node: ir.Node) -> None:
     for reader in readers:
         ir.convenience.replace_all_uses_with(reader.outputs[0], output)
         model.graph.remove(reader, safe=True)
+
+
+def _name_weight(model: ir.Model, node: ir.Node) -> None:
+    """torchao calls integer weights _frozen_param0 and so on: here they have the name of their module."""
+    weight, source = _constant(node.inputs[0]), node.inputs[0]
+    if weight is not None and source is not None and str(source.name).startswith("_frozen_param") and source.is_initializer():
+        replace_constant(model, node, 0, weight, f"{str(node.name).rpartition('/')[0]}.weight_int8".lstrip("."))
 
 
 def _own_pairs(model: ir.Model, dequantize: ir.Node) -> None:

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pom_edge.bundle import Artifact, TensorSpec, finish_bundle, write_bundle
 from pom_edge.errors import InputError
-from pom_edge.runtimes import memory
+from pom_edge.runtimes import measuring
 from pom_edge.runtimes.memory import PeakMemory, measure_peak
 
 WIDTH, HIDDEN = 8, 128
@@ -100,5 +100,5 @@ def test_where_there_is_no_gauge_nothing_is_invented(path: Path, monkeypatch: py
     def absent(_field: str) -> int:
         raise FileNotFoundError("/proc/self/status")
 
-    monkeypatch.setattr(memory, "_status_bytes", absent)
+    monkeypatch.setattr(measuring, "_status_bytes", absent)
     assert measure_peak(path, None, {"x": np.ones((1, WIDTH), np.float32)}) is None
