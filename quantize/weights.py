@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 
 from pom_edge.errors import InputError
-from pom_edge.quantize.graph import add_constant, drop_unused
+from pom_edge.quantize.graph import HALF_OPSET, add_constant, drop_unused
 from pom_edge.quantize.scales import channel_scales
 
 BLOCK = 32  # weights that share a scale at 4 bits
@@ -86,6 +86,8 @@ def weight_only(
         node.replace_input_with(index, stored[key])
     if any(entry.bits == 4 for entry in report):
         _raise_opset(model)
+    elif any(value.dtype == ir.DataType.FLOAT16 for value in stored.values()):
+        model.opset_imports[""] = max(HALF_OPSET, model.opset_imports[""])
     drop_unused(model)
     return report
 
@@ -218,7 +220,8 @@ def _reshape(model: ir.Model, node: ir.Node, value: ir.Value, shape: tuple[int, 
 
 def _beside(node: ir.Node, kind: str, source: ir.Value) -> str:
     path = str(node.name).rpartition("/")[0]
-    return f"{path}/{kind}_of_{str(source.name).rpartition('.')[2]}" if path else f"{kind}_of_{source.name}"
+    leaf = str(source.name).removesuffix(".fp16").rpartition(".")[2]
+    return f"{path}/{kind}_of_{leaf}" if path else f"{kind}_of_{source.name}"
 
 
 def _insert(
