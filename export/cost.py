@@ -15,7 +15,7 @@ import onnx_ir as ir
 from pom_edge.errors import GateError, InputError
 from pom_edge.formula import evaluate
 
-__all__ = ["Cost", "elements_at", "graph_cost", "graph_nodes", "has_shape", "shape_at"]
+__all__ = ["Cost", "elements_at", "gemm_flops", "graph_cost", "graph_nodes", "has_shape", "shape_at"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,33 @@ def graph_cost(model: ir.Model, sizes: Mapping[str, int]) -> Cost:
         flops += written * (2 * inner if inner else 1)
         moved += sum(_elements(v, sizes) * _itemsize(v) for v in (*node.inputs, *node.outputs) if v is not None)
     return Cost(flops, moved)
+
+
+def gemm_flops(model: ir.Model) -> str:
+    """Operations of a graph's matrix products, 2 M N K each, as a formula of its free axes."""
+    terms: dict[str, int] = {}
+    for node in graph_nodes(model):
+        inner = _inner(node)
+        shape = node.outputs[0].shape if inner is not None else None
+        if shape is None or not has_shape(node.outputs[0]):
+            continue
+        parts = [dim for dim in (*shape, inner) if dim is not None]
+        fixed = 2 * math.prod(int(dim) for dim in parts if isinstance(dim, int))
+        free = "*".join(sorted(f"({dim.value})" for dim in parts if isinstance(dim, ir.SymbolicDim))) or "1"
+        terms[free] = terms.get(free, 0) + fixed
+    return " + ".join(f"{count}*{free}" for free, count in sorted(terms.items())) or "0"
+
+
+def _inner(node: ir.Node) -> int | ir.SymbolicDim | None:
+    """K of a matrix product; None for any other operator."""
+    first = node.inputs[0] if node.inputs else None
+    if node.op_type in ("MatMul", "Gemm") and first is not None and first.shape is not None and has_shape(first):
+        shape = list(first.shape)
+        return shape[0 if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) else -1]
+    kernel = node.inputs[1] if node.op_type == "Conv" else None
+    if kernel is not None and kernel.const_value is not None:
+        return math.prod(kernel.const_value.shape.numpy()[1:])
+    return None
 
 
 def graph_nodes(model: ir.Model) -> list[ir.Node]:

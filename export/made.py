@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pom_edge.bundle import PassSpec, StreamSpec, SumSpec, TensorSpec
+from pom_edge.export.cost import gemm_flops
 from pom_edge.export.forms import Plan
 from pom_edge.export.inputs import BATCH, TOKENS, Extent
 from pom_edge.export.lint import GraphContext, lint
@@ -135,6 +136,7 @@ class Made(ABC):
         return {
             "opset": model.opset_imports[""],
             "ir_version": model.ir_version,
+            "gemm_flops": [gemm_flops(graph.model) for graph in self.graphs],
             "census": {name: round(count / total, 4) for name, count in sorted(counts.items())},
         }
 

@@ -175,7 +175,7 @@ class Artifact(_Model):
     remainder: str = "fp32"  # INT8: what the rest computes in
     quantization: dict[str, Any] | None = None  # INT8: calibration, and each layer's sensitivity, scale and fate
     ranges: dict[str, Any] | None = None  # half precision: how large values get, how that is known, and what stays FP32
-    cost: dict[str, float] = Field(default_factory=dict)
+    gemm_flops: list[str] = Field(default_factory=list)  # of each graph, a formula: operations of its matrix products
 
     @field_validator("precision")
     @classmethod

@@ -324,6 +324,61 @@ def memory(
         raise typer.Exit(1)
 
 
+@app.command("bench")
+@_reported
+def bench_command(
+    bundle: Bundle,
+    tokens: Annotated[str, typer.Option(help="Lengths, with commas.")] = "256,1024,4096",
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = 15,
+    floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES: exit 1 where a row is below.")] = None,
+    runtime: Runtime = "ort",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Time every artifact that runs here, beside FP32 and beside its matrix products; memory in a fresh process."""
+    from pom_edge.console import Progress, print_bench
+    from pom_edge.inspection import machine_facts
+    from pom_edge.runtimes.bench import bench
+
+    with Progress(quiet=as_json) as progress:
+        report = bench(
+            bundle,
+            [_number(part, "--tokens", int) for part in tokens.split(",")],
+            batch,
+            runtime=runtime,
+            threads=threads,
+            rounds=rounds,
+            floor=_floors(floor),
+            machine=machine_facts(),
+            progress=progress.step,
+        )
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_bench(report)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+N = TypeVar("N", int, float)
+
+
+def _number(text: str, option: str, kind: Callable[[str], N]) -> N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise InputError(f"{option} holds {text!r}; expected a number") from None
+
+
+def _floors(text: str | None) -> dict[str, float]:
+    """snr=40,ratio=1 -> {"snr": 40.0, "ratio": 1.0}."""
+    pairs = [part.partition("=") for part in text.split(",")] if text else []
+    if not all(equals for _, equals, _ in pairs):
+        raise InputError(f"--floor is {text!r}; expected snr=DB, ratio=TIMES, or both with a comma")
+    return {name.strip(): _number(value, "--floor", float) for name, _, value in pairs}
+
+
 @app.command()
 @_reported
 def info(

@@ -18,10 +18,20 @@ from pom_edge.system import human_bytes
 
 if TYPE_CHECKING:
     from pom_edge.pipeline import ExportReport
+    from pom_edge.runtimes.bench import BenchReport
     from pom_edge.runtimes.checking import CheckReport
     from pom_edge.runtimes.memory import MemoryReport
 
-__all__ = ["Progress", "TokenProgress", "print_check", "print_doctor", "print_export", "print_info", "print_memory"]
+__all__ = [
+    "Progress",
+    "TokenProgress",
+    "print_bench",
+    "print_check",
+    "print_doctor",
+    "print_export",
+    "print_info",
+    "print_memory",
+]
 
 
 class Progress:
@@ -209,6 +219,30 @@ def print_info(facts: dict[str, Any]) -> None:
                 print(f"  {key:16} {_inline(value)}")
         if artifact.get("ranges"):
             print_ranges(artifact["ranges"])
+
+
+def print_bench(report: BenchReport) -> None:
+    """One row for each artifact and length."""
+    table = Table(title=f"matrix products of this machine: {report.gflops:,.1f} GFLOP/s (numpy)", title_justify="left")
+    for name in ("artifact", "tokens", "batch", "median", "p90", "tokens/s", "of GEMM rate", "against fp32", "memory", "SNR"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "artifact" else "right")
+    for row in report.rows:
+        table.add_row(
+            row.file,
+            f"{row.tokens:,}",
+            str(row.batch),
+            f"{row.median_ms:.2f} ms",
+            f"{row.p90_ms:.2f} ms",
+            f"{row.tokens_per_s:,.0f}",
+            "-" if row.gemm_share is None else f"{row.gemm_share:.0%}",
+            _speed(row.against_fp32),
+            "not measured" if row.peak_bytes is None else human_bytes(row.peak_bytes),
+            "-" if row.snr_db is None else f"{row.snr_db:.1f} dB",
+        )
+    _console().print(table)
+    print(", ".join(f"{key} {_inline(value)}" for key, value in report.machine.items()))
+    for sentence in report.failed:
+        print(f"below the floor: {sentence}")
 
 
 def print_ranges(ranges: dict[str, Any]) -> None:

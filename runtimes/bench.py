@@ -1,0 +1,231 @@
+"""``pom-edge bench``: every artifact of a bundle that runs here, timed in turn, at one length after the other.
+
+Each round runs every artifact once, so that a busy machine disturbs all alike; memory is that of one run in a fresh process. The
+bound beside a time is its matrix products at the rate of this machine, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pom_edge.bundle import Artifact, Bundle
+from pom_edge.errors import InputError
+from pom_edge.formula import evaluate
+from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
+from pom_edge.runtimes.session import Session, open_session
+
+TOKENS = (256, 1024, 4096)
+ROUNDS, WARM_UPS = 15, 2
+GEMM_SIZE = 1024  # of the square product that says what this machine can do
+
+__all__ = ["BenchReport", "BenchRow", "bench"]
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One artifact at one length.
+
+    Attributes:
+        median_ms, p90_ms: of a run of the whole sequence.
+        peak_bytes: of the process, in a run of its own; None: not measured.
+        tokens_per_s: of all sequences together.
+        gemm_share: the time that its matrix products take at the machine's own rate, over the median; None where it has no
+            formula for them.
+        against_fp32: time of the FP32 artifact over this one's, the median of the rounds' ratios; None without one.
+        snr_db: of the artifact's check against PyTorch.
+    """
+
+    runtime: str
+    file: str
+    precision: str
+    form: str
+    tokens: int
+    batch: int
+    median_ms: float
+    p90_ms: float
+    peak_bytes: int | None
+    tokens_per_s: float
+    gemm_share: float | None
+    against_fp32: float | None
+    snr_db: float | None
+
+
+@dataclass
+class BenchReport:
+    """All rows, and the machine they are from.
+
+    Attributes:
+        machine: facts, see :func:`pom_edge.inspection.machine_facts`.
+        gflops: single-precision matrix products of this machine, 10^9 operations a second (numpy's).
+        failed: floors that a row misses, one sentence each.
+    """
+
+    machine: dict[str, Any]
+    gflops: float
+    rows: list[BenchRow]
+    failed: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Every row keeps the floors; no row is no pass."""
+        return bool(self.rows) and not self.failed
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values (docs/cli.md)."""
+        rows = [asdict(row) for row in self.rows]
+        return {"passed": self.passed, "machine": self.machine, "gflops": self.gflops, "rows": rows, "failed": self.failed}
+
+
+def bench(
+    path: str | PathLike[str],
+    tokens: Sequence[int] = TOKENS,
+    batch: int = 1,
+    *,
+    runtime: str = "ort",
+    threads: int | None = None,
+    rounds: int = ROUNDS,
+    floor: Mapping[str, float] | None = None,
+    machine: dict[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> BenchReport:
+    """Time every artifact of a bundle that runs here.
+
+    Args:
+        path: the ``.pom`` folder.
+        tokens: lengths; those that an artifact does not take are left out for it.
+        batch: sequences.
+        runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
+        rounds: timed; two more warm up.
+        floor: smallest ``snr`` (dB) and ``ratio`` (``against_fp32``) that a row may have.
+        machine: facts for the report.
+        progress: called with the name of each step.
+
+    Raises:
+        InputError: no artifact takes any of the lengths, or an unknown floor.
+    """
+    unknown = sorted(set(floor or {}) - {"snr", "ratio"})
+    if unknown or rounds < 1 or min(tokens, default=0) < 1 or batch < 1:
+        raise InputError(
+            f"--floor {', '.join(unknown)} is unknown; expected snr=DB, ratio=TIMES"
+            if unknown
+            else f"tokens {list(tokens)}, batch {batch}, rounds {rounds}: expected at least 1 of each"
+        )
+    step = progress or (lambda _: None)
+    bundle = Bundle.open(Path(path))
+    rows: list[BenchRow] = []
+    rates: list[float] = []
+    with ExitStack() as stack:
+        sessions = {
+            artifact.file: stack.enter_context(open_session(bundle.path, runtime, artifact.file, threads))
+            for artifact in bundle.manifest.artifacts
+            if artifact.file.endswith(".onnx") and "not run" not in artifact.verified
+        }
+        for length in dict.fromkeys(tokens):
+            inputs = {}
+            for file, session in sessions.items():
+                arrays = _fitting(session, length, batch)
+                if arrays is not None:
+                    inputs[file] = arrays
+            step(f"time {len(inputs)} artifacts at {length} tokens")
+            seconds, found = _rounds({file: sessions[file] for file in inputs}, inputs, rounds)
+            rates += found
+            for file, taken in seconds.items():
+                step(f"measure the memory of {file}")
+                peak = measure_peak(bundle.path, file, inputs[file], runtime, threads)
+                rows.append(
+                    _row(sessions[file], length, batch, taken, seconds, None if peak is None else peak.total_bytes, found)
+                )
+    if not rows:
+        raise InputError(f"no artifact of {bundle.path.name} runs here with {list(tokens)} tokens and batch {batch}")
+    return BenchReport(machine or {}, round(statistics.median(rates) / 1e9, 1), rows, _missed(rows, floor or {}))
+
+
+def _fitting(session: Session, tokens: int, batch: int) -> dict[str, np.ndarray] | None:
+    """Random inputs of that length; None where the artifact does not take it."""
+    try:
+        arrays = make_arrays(session.artifact, tokens, batch)
+        session.run_named(arrays)
+    except InputError:
+        return None
+    return arrays
+
+
+def _rounds(
+    sessions: Mapping[str, Session], inputs: Mapping[str, dict[str, np.ndarray]], rounds: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of each artifact in each round, and the machine's operations a second in each round."""
+    square = np.random.default_rng(0).standard_normal((2, GEMM_SIZE, GEMM_SIZE)).astype(np.float32)
+    seconds: dict[str, list[float]] = {file: [] for file in sessions}
+    rates = []
+    for _ in range(rounds + WARM_UPS):
+        start = time.perf_counter()
+        _ = square[0] @ square[1]
+        rates.append(2 * GEMM_SIZE**3 / (time.perf_counter() - start))
+        for file, session in sessions.items():
+            start = time.perf_counter()
+            session.run_named(inputs[file])
+            seconds[file].append(time.perf_counter() - start)
+    return {file: taken[WARM_UPS:] for file, taken in seconds.items()}, rates[WARM_UPS:]
+
+
+def _row(
+    session: Session,
+    tokens: int,
+    batch: int,
+    taken: list[float],
+    everything: Mapping[str, list[float]],
+    peak: int | None,
+    rates: list[float],
+) -> BenchRow:
+    artifact, median = session.artifact, statistics.median(taken)
+    others = [a for a in session.bundle.manifest.artifacts if a.precision == "fp32" and a.form == artifact.form]
+    base = next((everything[a.file] for a in others if a.file in everything and a.file != artifact.file), None)
+    operations = gemm_operations(artifact, tokens, batch)
+    return BenchRow(
+        session.runtime,
+        artifact.file,
+        artifact.precision,
+        artifact.form,
+        tokens,
+        batch,
+        round(1e3 * median, 3),
+        round(1e3 * sorted(taken)[int(0.9 * (len(taken) - 1))], 3),
+        peak,
+        round(tokens * batch / median, 1),
+        None if operations is None else round(operations / statistics.median(rates) / median, 3),
+        None if base is None else round(statistics.median(a / b for a, b in zip(base, taken, strict=True)), 3),
+        (artifact.parity or {}).get("snr_db"),
+    )
+
+
+def gemm_operations(artifact: Artifact, tokens: int, batch: int) -> float | None:
+    """Floating-point operations of an artifact's matrix products in a run; None where the bundle does not say."""
+    if not artifact.gemm_flops:
+        return None
+    sizes = free_sizes(artifact, tokens, batch)
+    if artifact.stream is None:
+        return float(evaluate(artifact.gemm_flops[0], sizes))
+    chunks = -(-tokens // artifact.stream.chunk)
+    passes = zip(artifact.stream.passes, artifact.gemm_flops, strict=True)
+    return float(sum(evaluate(formula, sizes) * (chunks if step.looped else 1) for step, formula in passes))
+
+
+def _missed(rows: list[BenchRow], floor: Mapping[str, float]) -> list[str]:
+    failed = []
+    for row in rows:
+        for name, value, least in (
+            ("snr", row.snr_db, floor.get("snr")),
+            ("ratio", row.against_fp32, floor.get("ratio") if row.precision != "fp32" else None),
+        ):
+            if least is not None and (value is None or value < least):
+                failed.append(f"{row.file} at {row.tokens} tokens: {name} {value}, the floor is {least:g}")
+    return failed
