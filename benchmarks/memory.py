@@ -31,8 +31,8 @@ def main() -> None:
     torch.manual_seed(0)
     errors: list[tuple[float, float | None]] = []
     with tempfile.TemporaryDirectory() as folder:
-        print("| form | model | N | batch | activations predicted / measured, MiB | error | total, MiB | error |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| form | precision | model | N | batch | activations predicted / measured, MiB | error | total, MiB | error |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for name, model, options, sizes in _combinations():
             out = Path(folder) / "a.pom"
             export_bundle(model, out=out, overwrite=True, **options)
@@ -65,6 +65,15 @@ def _combinations() -> Iterator[tuple[str, nn.Module, dict[str, Any], list[tuple
         yield f"encoder d384, chunks of {chunk}", wide, options, [(1024, 1), (4096, 1), (16384, 1), (65536, 1)]
     options = {**example, "form": "streamed", "chunk": 512, "batch": 3}
     yield "encoder d384, chunks of 512", wide, options, [(4096, 3)]
+    half = {"precision": "fp16"}
+    yield "encoder d384", wide, {**example, **half}, [(4096, 1), (16384, 1), (4096, 4)]
+    yield "mixer d384", PoM(384, 3, 2, n_sel_heads=6), half, [(16384, 1)]
+    yield "language model d256", text, {**half, "form": "recurrent"}, [(4096, 1), (50000, 1)]
+    yield "encoder d384, chunks of 512", wide, {**example, **half, "form": "streamed", "chunk": 512}, [(4096, 1), (65536, 1)]
+    dense = build_model(ModelConfig("dense", dim=64, depth=2, channels=3, patch_size=3, num_classes=5, rotary="2d"))
+    image = {"example_inputs": {"x": torch.randn(1, 3, 192, 192)}}  # of fixed size in the parallel form
+    yield "dense predictor d64", dense, image, [(4096, 1), (4096, 2)]
+    yield "dense predictor d64, chunks of 4096", dense, {"form": "streamed", "chunk": 4096, "batch": 2}, [(3000, 2), (40000, 2)]
 
 
 def _row(path: Path, name: str, options: dict[str, Any], tokens: int, batch: int) -> tuple[float, float | None]:
@@ -76,6 +85,7 @@ def _row(path: Path, name: str, options: dict[str, Any], tokens: int, batch: int
     activations = predicted.activations / measured.activations_bytes - 1 if measured.activations_bytes >= FLOOR_BYTES else None
     columns = [
         options.get("form", "parallel"),
+        options.get("precision", "fp32"),
         name,
         tokens,
         batch,

@@ -17,7 +17,12 @@ import onnxruntime
 
 # The output is the input's memory under another shape; an output of the graph is always memory of its own
 # (onnxruntime/core/framework/allocation_planner.cc, kAllocateOutput). Nothing works in place: see onnxruntime_session.py.
+# Begins the name of a value that is computed in FP32 since there is no FP16 kernel (optimizer/insert_cast_transformer.cc).
+_WIDENED = "InsertedPrecisionFreeCast_"
 _NCHWC = "com.microsoft.nchwc"  # convolutions on blocked channels, where the CPU's vectors allow it
+# Tensors as large as the output that a kernel makes for itself, before it (core/providers/cpu/tensor/where_op.cc: one choice of
+# each side). LeakyRelu in FP16 becomes one: it has no kernel.
+_TEMPORARIES = {"Where": 2}
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 
 __all__ = ["arena_plan"]
@@ -46,15 +51,16 @@ def arena_plan(path: Path) -> list[str] | None:
                 size = sizes.get(name)
                 if size is None:
                     return None
-                owner[name] = len(left)
-                left.append(0)
-                events.append(f"+{owner[name]} {size}")
+                for _ in range(_TEMPORARIES.get(node.op_type, 0) + 1):
+                    made.append(len(left))
+                    left.append(0)
+                    events.append(f"+{made[-1]} {size}")
+                owner[name] = made[-1]
             left[owner[name]] += users.get(name, 0)
-            made.append(owner[name])
         for name in node.input:
             if name in owner:
                 left[owner[name]] -= 1
-        touched = {*made, *(owner[name] for name in node.input if name in owner)}
+        touched = {*made, *(owner[name] for name in (*node.input, *node.output) if name in owner)}
         events += [f"-{index}" for index in sorted(touched) if left[index] == 0]
     return events + [f"={owner[output.name]} {output.name}" for output in graph.output if output.name in owner]
 
@@ -66,6 +72,13 @@ def _optimised(path: Path) -> onnx.ModelProto:
         options.log_severity_level = 4
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
+    source = onnx.load(str(path), load_external_data=False).graph
+    shapes = {info.name: info for info in (*source.value_info, *source.output)}
+    for name in [name for node in model.graph.node for name in node.output if name.startswith(_WIDENED)]:
+        if (info := shapes.get(name.removeprefix(_WIDENED))) is not None:  # of a fused operator, which onnx knows nothing of
+            model.graph.value_info.add().CopyFrom(info)
+            model.graph.value_info[-1].name = name
+            model.graph.value_info[-1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     return onnx.shape_inference.infer_shapes(model, data_prop=True)  # fusions make tensors of their own, without a shape
 
 

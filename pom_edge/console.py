@@ -101,11 +101,11 @@ def print_memory(report: MemoryReport) -> None:
     _console().print(table)
     if report.unmeasured:
         print(f"not measured: {report.unmeasured}")
-    if report.exceeded:
-        print(f"stopped by the system's limit ({report.enforced}): {report.exceeded}")
     if report.budget is not None:
         by = f", enforced by {report.enforced}" if report.enforced else "" if report.measured else ", by prediction"
         print(f"{'within' if report.passed else 'over'} the budget of {human_bytes(report.budget)} for the whole process{by}")
+    if report.exceeded:
+        print(f"the run was stopped: {report.exceeded}")
 
 
 def _console() -> Console:
