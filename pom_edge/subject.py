@@ -121,7 +121,8 @@ def _from_module(
             "models say themselves how their mixers are masked"
         )
     if not example and config is not None:
-        masked = options.mask == "padding" or (options.form != "streamed" and options.memory_budget is None)
+        asked = options.mask == "padding" or "mask" in samples
+        masked = asked or (options.form != "streamed" and options.memory_budget is None)
         example = example_inputs(config, mask=masked)
     if not example and samples:
         example = {name: tensor[:2] for name, tensor in samples.items()}
