@@ -29,17 +29,18 @@ FLOOR_BYTES = 4 * MIB  # interpreter and runtime take some 0.2 to 0.5 MiB of the
 def main() -> None:
     """Print both tables."""
     torch.manual_seed(0)
-    errors: list[tuple[float, float | None]] = []
+    errors: dict[tuple[Any, ...], tuple[float, float | None]] = {}  # by combination: one that is measured twice counts once
     with tempfile.TemporaryDirectory() as folder:
         print("| form | precision | model | N | batch | activations predicted / measured, MiB | error | total, MiB | error |")
         print("|---|---|---|---|---|---|---|---|---|")
         for name, model, options, sizes in _combinations():
             out = Path(folder) / "a.pom"
             export_bundle(model, out=out, overwrite=True, **options)
-            errors += [_row(out, name, options, tokens, batch) for tokens, batch in sizes]
-        counted = [activations for _, activations in errors if activations is not None]
+            kind = (name, options.get("form"), options.get("precision"))
+            errors |= {(*kind, *size): _row(out, name, options, *size) for size in sizes}
+        counted = [activations for _, activations in errors.values() if activations is not None]
         print(
-            f"{len(errors)} combinations; largest error of the total {max(abs(total) for total, _ in errors):.1%}, of the "
+            f"{len(errors)} combinations; largest error of the total {max(abs(total) for total, _ in errors.values()):.1%}, of the "
             f"activations from {FLOOR_BYTES // MIB} MiB on ({len(counted)} combinations) {max(map(abs, counted)):.1%}"
         )
         _one_mixer(Path(folder))
