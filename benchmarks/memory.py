@@ -39,8 +39,9 @@ def main() -> None:
             kind = (name, options.get("form"), options.get("precision"))
             errors |= {(*kind, *size): _row(out, name, options, *size) for size in sizes}
         counted = [activations for _, activations in errors.values() if activations is not None]
+        totals = [abs(total) for total, _ in errors.values()]
         print(
-            f"{len(errors)} combinations; largest error of the total {max(abs(total) for total, _ in errors.values()):.1%}, of the "
+            f"{len(errors)} combinations; largest error of the total {max(totals):.1%}, of the "
             f"activations from {FLOOR_BYTES // MIB} MiB on ({len(counted)} combinations) {max(map(abs, counted)):.1%}"
         )
         _one_mixer(Path(folder))
