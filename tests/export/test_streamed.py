@@ -308,9 +308,8 @@ def test_what_would_spoil_every_answer_is_refused(value: float, message: str, tm
 
 
 def test_a_place_to_spill_that_is_none(rotary_pom: tuple[nn.Module, Path], encoder_pom: Path, tmp_path: Path) -> None:
-    x = np.zeros((1, 40, 6), np.float32)
-    with open_session(rotary_pom[1], spill=tmp_path / "none") as session, pytest.raises(InputError, match="is not a folder"):
-        session.run(x)
+    with pytest.raises(InputError, match="is not a folder"):
+        open_session(rotary_pom[1], spill=tmp_path / "none")
     with pytest.raises(InputError, match="spill is for the streamed form"):
         open_session(encoder_pom, spill=tmp_path)
 
