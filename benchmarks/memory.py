@@ -29,17 +29,19 @@ FLOOR_BYTES = 4 * MIB  # interpreter and runtime take some 0.2 to 0.5 MiB of the
 def main() -> None:
     """Print both tables."""
     torch.manual_seed(0)
-    errors: list[tuple[float, float | None]] = []
+    errors: dict[tuple[Any, ...], tuple[float, float | None]] = {}  # by combination: one that is measured twice counts once
     with tempfile.TemporaryDirectory() as folder:
-        print("| form | model | N | batch | activations predicted / measured, MiB | error | total, MiB | error |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| form | precision | model | N | batch | activations predicted / measured, MiB | error | total, MiB | error |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for name, model, options, sizes in _combinations():
             out = Path(folder) / "a.pom"
             export_bundle(model, out=out, overwrite=True, **options)
-            errors += [_row(out, name, options, tokens, batch) for tokens, batch in sizes]
-        counted = [activations for _, activations in errors if activations is not None]
+            kind = (name, options.get("form"), options.get("precision"))
+            errors |= {(*kind, *size): _row(out, name, options, *size) for size in sizes}
+        counted = [activations for _, activations in errors.values() if activations is not None]
+        totals = [abs(total) for total, _ in errors.values()]
         print(
-            f"{len(errors)} combinations; largest error of the total {max(abs(total) for total, _ in errors):.1%}, of the "
+            f"{len(errors)} combinations; largest error of the total {max(totals):.1%}, of the "
             f"activations from {FLOOR_BYTES // MIB} MiB on ({len(counted)} combinations) {max(map(abs, counted)):.1%}"
         )
         _one_mixer(Path(folder))
@@ -65,6 +67,15 @@ def _combinations() -> Iterator[tuple[str, nn.Module, dict[str, Any], list[tuple
         yield f"encoder d384, chunks of {chunk}", wide, options, [(1024, 1), (4096, 1), (16384, 1), (65536, 1)]
     options = {**example, "form": "streamed", "chunk": 512, "batch": 3}
     yield "encoder d384, chunks of 512", wide, options, [(4096, 3)]
+    half = {"precision": "fp16"}
+    yield "encoder d384", wide, {**example, **half}, [(4096, 1), (16384, 1), (4096, 4)]
+    yield "mixer d384", PoM(384, 3, 2, n_sel_heads=6), half, [(16384, 1)]
+    yield "language model d256", text, {**half, "form": "recurrent"}, [(4096, 1), (50000, 1)]
+    yield "encoder d384, chunks of 512", wide, {**example, **half, "form": "streamed", "chunk": 512}, [(4096, 1), (65536, 1)]
+    dense = build_model(ModelConfig("dense", dim=64, depth=2, channels=3, patch_size=3, num_classes=5, rotary="2d"))
+    image = {"example_inputs": {"x": torch.randn(1, 3, 192, 192)}}  # of fixed size in the parallel form
+    yield "dense predictor d64", dense, image, [(4096, 1), (4096, 2)]
+    yield "dense predictor d64, chunks of 4096", dense, {"form": "streamed", "chunk": 4096, "batch": 2}, [(3000, 2), (40000, 2)]
 
 
 def _row(path: Path, name: str, options: dict[str, Any], tokens: int, batch: int) -> tuple[float, float | None]:
@@ -76,6 +87,7 @@ def _row(path: Path, name: str, options: dict[str, Any], tokens: int, batch: int
     activations = predicted.activations / measured.activations_bytes - 1 if measured.activations_bytes >= FLOOR_BYTES else None
     columns = [
         options.get("form", "parallel"),
+        options.get("precision", "fp32"),
         name,
         tokens,
         batch,

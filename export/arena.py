@@ -17,6 +17,12 @@ import onnxruntime
 
 # The output is the input's memory under another shape; an output of the graph is always memory of its own
 # (onnxruntime/core/framework/allocation_planner.cc, kAllocateOutput). Nothing works in place: see onnxruntime_session.py.
+# Begins the name of a value that is computed in FP32 since there is no FP16 kernel (optimizer/insert_cast_transformer.cc).
+_WIDENED = "InsertedPrecisionFreeCast_"
+_NCHWC = "com.microsoft.nchwc"  # convolutions on blocked channels, where the CPU's vectors allow it
+# Tensors as large as the output that a kernel makes for itself, before it (core/providers/cpu/tensor/where_op.cc: one choice of
+# each side). LeakyRelu in FP16 becomes one: it has no kernel.
+_TEMPORARIES = {"Where": 2}
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 
 __all__ = ["arena_plan"]
@@ -26,6 +32,7 @@ def arena_plan(path: Path) -> list[str] | None:
     """Events of one run of an ONNX file; None where a tensor's size is not known from the inputs."""
     graph = _optimised(path).graph
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
+    sizes = {name: _bytes(info) for name, info in infos.items()} | _blocked_bytes(graph)
     results = {output.name for output in graph.output}
     users: dict[str, int] = {}
     for name in (*(name for node in graph.node for name in node.input), *results):
@@ -41,18 +48,19 @@ def arena_plan(path: Path) -> list[str] | None:
                     continue  # memory of the caller or of the weights
                 owner[name] = owner[node.input[0]]
             else:
-                size = _bytes(infos.get(name))
+                size = sizes.get(name)
                 if size is None:
                     return None
-                owner[name] = len(left)
-                left.append(0)
-                events.append(f"+{owner[name]} {size}")
+                for _ in range(_TEMPORARIES.get(node.op_type, 0) + 1):
+                    made.append(len(left))
+                    left.append(0)
+                    events.append(f"+{made[-1]} {size}")
+                owner[name] = made[-1]
             left[owner[name]] += users.get(name, 0)
-            made.append(owner[name])
         for name in node.input:
             if name in owner:
                 left[owner[name]] -= 1
-        touched = {*made, *(owner[name] for name in node.input if name in owner)}
+        touched = {*made, *(owner[name] for name in (*node.input, *node.output) if name in owner)}
         events += [f"-{index}" for index in sorted(touched) if left[index] == 0]
     return events + [f"={owner[output.name]} {output.name}" for output in graph.output if output.name in owner]
 
@@ -64,11 +72,42 @@ def _optimised(path: Path) -> onnx.ModelProto:
         options.log_severity_level = 4
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
+    source = onnx.load(str(path), load_external_data=False).graph
+    shapes = {info.name: info for info in (*source.value_info, *source.output)}
+    for name in [name for node in model.graph.node for name in node.output if name.startswith(_WIDENED)]:
+        if (info := shapes.get(name.removeprefix(_WIDENED))) is not None:  # of a fused operator, which onnx knows nothing of
+            model.graph.value_info.add().CopyFrom(info)
+            model.graph.value_info[-1].name = name
+            model.graph.value_info[-1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     return onnx.shape_inference.infer_shapes(model, data_prop=True)  # fusions make tensors of their own, without a shape
 
 
-def _bytes(info: onnx.ValueInfoProto | None) -> str | None:
-    if info is None or not info.type.tensor_type.HasField("shape"):
+def _blocked_bytes(graph: onnx.GraphProto) -> dict[str, str]:
+    """Outputs of convolutions that ONNX Runtime has moved to blocked channels, which onnx's shape inference does not know.
+
+    (B, C, H, W) -> (B, M, H', W'), M the filters with the padding of the last block, as the reordered weights have them
+    (onnxruntime/core/optimizer/nchwc_transformer.cc). Only for an input in the usual layout: the stem of an image model.
+    """
+    shapes = {info.name: info.type.tensor_type.shape.dim for info in (*graph.input, *graph.value_info)}
+    weights = {tensor.name: tensor.dims for tensor in graph.initializer}
+    made: dict[str, str] = {}
+    for node in graph.node:
+        if node.domain != _NCHWC or node.op_type != "Conv" or len(shapes.get(node.input[0], ())) != 4:
+            continue
+        options = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        batch, _, *sides = (f"({dim.dim_param})" if dim.dim_param else str(dim.dim_value) for dim in shapes[node.input[0]])
+        filters, _, *kernel = weights.get(node.input[1], (0, 0))
+        if len(kernel) != 2 or options.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+            continue
+        pads, strides = options.get("pads", [0] * 4), options.get("strides", [1, 1])
+        wide = [1 + (k - 1) * d for k, d in zip(kernel, options.get("dilations", [1, 1]), strict=True)]
+        sides = [f"(({n} + {pads[i] + pads[i + 2] - wide[i]})//{strides[i]} + 1)" for i, n in enumerate(sides)]
+        made[node.output[0]] = "*".join(["4", batch, str(filters), *sides])
+    return made
+
+
+def _bytes(info: onnx.ValueInfoProto) -> str | None:
+    if not info.type.tensor_type.HasField("shape"):
         return None
     tensor = info.type.tensor_type
     factors = [str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).itemsize)]

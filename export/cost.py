@@ -85,7 +85,7 @@ def _inner(node: ir.Node) -> int | ir.SymbolicDim | None:
     first = node.inputs[0] if node.inputs else None
     if node.op_type in ("MatMul", "Gemm") and first is not None and first.shape is not None and has_shape(first):
         shape = list(first.shape)
-        return shape[0 if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) else -1]
+        return shape[0 if node.op_type == "Gemm" and bool(node.attributes.get_int("transA", 0)) else -1]
     kernel = node.inputs[1] if node.op_type == "Conv" else None
     if kernel is not None and kernel.const_value is not None:
         return math.prod(kernel.const_value.shape.numpy()[1:])

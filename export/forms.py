@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pom_edge.bundle import ImageSpec
 from pom_edge.errors import InputError
 from pom_edge.export import patches
-from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, make_inputs, plan_axes
-from pom_edge.export.lowering import lower
+from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, fixed_tokens, make_inputs, plan_axes
+from pom_edge.export.lowering import Aggregate, lower
 from pom_edge.export.onnx_graph import Boundary
 from pom_edge.export.recurrent import NEXT, STATE, make_recurrent
 from pom_edge.export.reference import Arrays, FrameSession, RaggedSession, Reference, TorchSession, named_outputs
@@ -38,6 +38,7 @@ __all__ = [
     "LayerMask",
     "LayerModel",
     "Plan",
+    "is_causal",
     "layer_example",
     "layer_mask",
     "parallel",
@@ -63,6 +64,7 @@ class Plan:
         ragged: recurrent: an input says which tokens are real.
         image: streamed: how the image becomes the patches that ``model`` takes.
         image_axes: streamed: of the image, which is what the reference takes.
+        tokens: of every run, where the sizes of the inputs leave no other number.
     """
 
     form: str
@@ -77,6 +79,7 @@ class Plan:
     inside: str = ""  # module path of the original within ``model``
     image: ImageSpec | None = None
     image_axes: Axes = field(default_factory=dict)
+    tokens: int | None = None
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -113,7 +116,9 @@ def parallel(model: nn.Module, example: dict[str, Tensor], batch: Extent, tokens
     """x -> y."""
     axes = plan_axes(example, batch, tokens)
     lowered, mixers = lower(model)
-    return Plan("parallel", lowered, mixers, _traceable(example, axes, batch, tokens), axes, TorchSession(model, mixers))
+    own = patches.count(model, next(iter(example.values()))) if patches.takes_images(model) else fixed_tokens(example, axes)
+    traceable = _traceable(example, axes, batch, tokens)
+    return Plan("parallel", lowered, mixers, traceable, axes, TorchSession(model, mixers), tokens=own)
 
 
 def streamed(model: nn.Module, example: dict[str, Tensor], batch: Extent) -> Plan:
@@ -124,14 +129,33 @@ def streamed(model: nn.Module, example: dict[str, Tensor], batch: Extent) -> Pla
     ((name, image),) = plan.example.items()
     spec = patches.image_spec(plan.model, name)  # type: ignore[arg-type]  # lowered, but of the same class
     cut, axes = patches.cut(image, spec)
+    image_axes = patches.image_axes(plan.model, image, name)  # type: ignore[arg-type]
     return dataclasses.replace(
         plan,
         model=patches.PatchModel(plan.model).eval(),  # type: ignore[arg-type]
         example=_traceable(cut, axes, batch, Extent()),
         axes=axes,
         image=spec,
-        image_axes=patches.image_axes(plan.model, image, name),  # type: ignore[arg-type]
+        image_axes=image_axes,
+        tokens=None if patches.HEIGHT in image_axes[name] else plan.tokens,
     )
+
+
+def is_causal(plan: Plan) -> bool:
+    """Whether a mixer of the model sees the tokens before its own alone; finds out by running the example."""
+    found: list[bool] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: found.append(bool(args[2])))
+        for module in plan.model.modules()
+        if isinstance(module, Aggregate)
+    ]
+    try:
+        with torch.no_grad():
+            plan.model(**plan.example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return any(found)
 
 
 def recurrent(

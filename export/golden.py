@@ -23,6 +23,7 @@ MAX_GOLDEN_BYTES = 16 << 20
 MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 MAX_REAL_SAMPLES = 64
 LONG = 257  # tokens of the long case: two blocks of the module's running sum
+GREAT = 4096  # where every run is longer than this, one case is all that is recorded: more would take minutes
 MAX_STREAMS = 4  # real samples in the recurrent form
 REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
@@ -69,6 +70,8 @@ def golden_cases(
     sizes: Mapping[str, dict[str, int]] | None = None,
 ) -> list[Case]:
     """Cases at several sizes: real samples first, then the example's own size, a short, an odd and a long one.
+
+    Where no run is shorter than GREAT tokens, there is one case, of two sequences.
 
     Args:
         example: one tensor for each input.
@@ -126,6 +129,8 @@ def stream_cases(
         ragged: rows of different lengths, with a mask.
     """
     wanted = {"whole": (2, [24]), "single": (1, [1] * 6), "uneven": (3, [3, 1, 7, 2, 12]), "long": (2, [64, 1, 100, 7, 85])}
+    if tokens.minimum > GREAT:  # of a chunk
+        wanted = {"whole": (1, [tokens.minimum] * 2)}
     base = axis_sizes(example, axes)
     cases = []
     if samples and set(samples) == set(example) and not ragged:
@@ -163,12 +168,9 @@ def _sizes(
     example: dict[str, Tensor], axes: Axes, batch: Extent, tokens: Extent, longest: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     base = axis_sizes(example, axes)
-    wanted = {
-        "example": (2, base.get(TOKENS, 2)),
-        "short": (1, 2),
-        "odd": (3, 7),
-        "long": (2, min(longest, tokens.maximum or longest)),
-    }
+    wanted = {"example": (2, base.get(TOKENS, 2))}
+    if tokens.minimum <= GREAT:
+        wanted |= {"short": (1, 2), "odd": (3, 7), "long": (2, min(longest, tokens.maximum or longest))}
     seen = set()
     for name, (rows, length) in wanted.items():
         sizes = {axis: _other_length(axis, base[axis], length) for axis in base}

@@ -30,6 +30,7 @@ __all__ = [
     "Extent",
     "axis_sizes",
     "check_example",
+    "fixed_tokens",
     "make_inputs",
     "plan_axes",
     "plan_inputs",
@@ -131,6 +132,13 @@ def _second_axis(name: str, tensor: Tensor, inputs: dict[str, Tensor], lengths: 
     if name == "mask" or tensor.shape[1] == lengths.get(first):
         return TOKENS
     return f"{name}_tokens"
+
+
+def fixed_tokens(inputs: dict[str, Tensor], axes: Axes) -> int | None:
+    """The number of tokens that every run has: the first input's, where its token axis is not free. None: any, or unknown."""
+    (name, tensor) = next(iter(inputs.items()))
+    tokens = axes[name][1] if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()) else None
+    return tokens if isinstance(tokens, int) else None
 
 
 def axis_sizes(inputs: dict[str, Tensor], axes: Axes) -> dict[str, int]:

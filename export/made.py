@@ -184,6 +184,7 @@ class Single(Made):
             "outputs": [tensor_spec(value, self._bounds) for value in self.graph.model.graph.outputs],
             "mixers": {path: str(value.name) for path, value in self.graph.taps.items()},
             "token_axes": self.plan.token_axes,
+            "tokens": self.plan.tokens,
             "frames": bool(self.plan.frame),
             "ragged": self.plan.ragged,
         }
@@ -280,6 +281,7 @@ class Passes(Made):
             "inputs": inputs,
             "outputs": outputs,
             "mixers": {},
+            "tokens": self.plan.tokens,
             "stream": self.spec,
         }
 
@@ -292,10 +294,13 @@ def choose_chunk(splitter: Splitter, longest: int | None = None) -> tuple[int, l
         longest: tokens that there are at most; no chunk is larger.
 
     Returns:
-        The size, and a note that says what was measured.
+        The size, and a note that says what was measured, if there was a choice.
     """
     rates: dict[int, float] = {}
-    for chunk in sorted({min(chunk, longest or chunk) for chunk in CHUNKS}):
+    candidates = sorted({min(chunk, longest or chunk) for chunk in CHUNKS})
+    if len(candidates) == 1:
+        return candidates[0], []
+    for chunk in candidates:
         split = splitter.split(chunk)
         looped = [step for step in split.passes if step.looped]
         step = looped[len(looped) // 2]

@@ -19,7 +19,7 @@ from pom_edge.models import Classifier, DensePredictor, grid_positions
 PATCHES, POSITIONS, PIXELS = "patches", "positions", "pixels"
 HEIGHT, WIDTH = "height", "width"  # names of free axes
 
-__all__ = ["HEIGHT", "WIDTH", "PatchModel", "cut", "image_axes", "image_spec", "takes_images"]
+__all__ = ["HEIGHT", "WIDTH", "PatchModel", "count", "cut", "image_axes", "image_spec", "takes_images"]
 
 
 def takes_images(model: nn.Module) -> bool:
@@ -62,6 +62,12 @@ def image_axes(model: Classifier | DensePredictor, image: Tensor, name: str) -> 
     """Which axes of the image are free: height and width, where the model takes any."""
     free = isinstance(model, DensePredictor)
     return {name: [*image.shape[:2], HEIGHT, WIDTH] if free else list(image.shape)}
+
+
+def count(model: nn.Module, image: Tensor) -> int:
+    """How many patches an image (B, C, h p, w p) has for a reference image model."""
+    assert isinstance(model, (Classifier, DensePredictor))
+    return (image.shape[2] // model.stem.patch) * (image.shape[3] // model.stem.patch)
 
 
 def cut(image: Tensor, spec: ImageSpec) -> tuple[dict[str, Tensor], Axes]:

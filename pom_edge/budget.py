@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pom_edge.bundle import Artifact, finish_bundle
 from pom_edge.errors import GateError
-from pom_edge.runtimes.memory import Prediction, predict, stored_bytes
+from pom_edge.runtimes.memory import Prediction, predict, stored_bytes, token_count
 from pom_edge.system import human_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class OverBudgetError(GateError):
         return next((chunk for chunk in left if least[chunk] <= budget), left[-1] if left else None)
 
 
-def keep_budget(made: Made, budget: int, tokens: int, batch: int) -> str:
+def keep_budget(made: Made, budget: int, tokens: int | None, batch: int) -> str:
     """Predict from the graphs alone, before minutes of work are spent on a form that is over the budget.
 
     Returns:
@@ -71,6 +71,6 @@ def keep_budget(made: Made, budget: int, tokens: int, batch: int) -> str:
         finish_bundle(folder, {**about, "artifacts": [artifact]}, {})
         prediction = predict(folder, tokens, batch)
     if prediction.total > budget:
-        stored = 0 if artifact.stream is None else stored_bytes(artifact.stream, tokens)
+        stored = 0 if artifact.stream is None else stored_bytes(artifact.stream, token_count(artifact, tokens) or 1)
         raise OverBudgetError(made.plan.form, prediction, made.chunk, prediction.activations - stored)
     return f"memory predicted: {human_bytes(prediction.total)} of {human_bytes(budget)}"

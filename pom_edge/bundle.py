@@ -164,6 +164,7 @@ class Artifact(_Model):
     census: dict[str, float] = Field(default_factory=dict)
     mixers: dict[str, str] = Field(default_factory=dict)
     token_axes: dict[str, int] = Field(default_factory=dict)  # recurrent: of inputs and outputs; -1: no row for each token
+    tokens: int | None = None  # of every run, where the sizes of the inputs leave no other number
     frames: bool = False  # recurrent: a chunk is a frame, whose tokens see all of it
     stream: StreamSpec | None = None
     # for each graph, what it asks of the runtime's arena in order ("+3 4*batch*tokens*768", "-3"); None: not known
@@ -190,7 +191,7 @@ class Measurement(_Model):
     """
 
     file: str
-    tokens: int
+    tokens: int | None  # None: inputs of a fixed size that do not say how many they are
     batch: int
     spill: bool
     threads: int | None

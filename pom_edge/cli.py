@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -50,7 +51,7 @@ def _reported(command: F) -> F:
             return result
         except PomError as error:
             if _was_interrupted(error):  # torch turns a Ctrl-C while it traces into an error of its own
-                _fail("interrupted; nothing was changed", 130, kwargs.get("as_json", False))
+                _interrupted(kwargs.get("as_json", False))
             _fail(str(error), error.exit_code, kwargs.get("as_json", False))
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of a pipe went away (`pom-edge info ... | head`)
@@ -64,9 +65,30 @@ def _reported(command: F) -> F:
                 raise
             _fail(f"the output cannot be written: {error.strerror}", 2, False)
         except KeyboardInterrupt:
-            _fail("interrupted; nothing was changed", 130, kwargs.get("as_json", False))
+            _interrupted(kwargs.get("as_json", False))
 
     return run  # type: ignore[return-value]
+
+
+_received: list[int] = []  # signals that ended what was going on
+
+
+def _end_like_ctrl_c(number: int, _frame: object) -> None:
+    _received.append(number)
+    raise KeyboardInterrupt
+
+
+def _handle_signals() -> None:
+    """``kill PID`` and a closed terminal end a command as Ctrl-C does: what is half done is cleaned up."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, _end_like_ctrl_c)
+
+
+def _interrupted(as_json: bool) -> None:
+    number = _received[-1] if _received else signal.SIGINT
+    _fail("interrupted; nothing was changed", 128 + number, as_json)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
@@ -133,7 +155,9 @@ def export_command(
     tokens: Annotated[str | None, typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it; default: free.")] = None,
     batch: Annotated[str | None, typer.Option(help="N or MIN:OPT:MAX; default: free.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Streamed: tokens of a chunk.  [default: measured]")] = None,
-    mask: Annotated[str, typer.Option(help="Layers: none, padding, causal. Recurrent: padding (ragged), frames.")] = "none",
+    mask: Annotated[
+        str, typer.Option(help="Layers: none, padding, causal. Encoders: padding. Recurrent: padding (ragged), frames.")
+    ] = "none",
     factory: Annotated[str | None, typer.Option(help="module:callable that returns the nn.Module.")] = None,
     example: Annotated[str | None, typer.Option(help="Example inputs: FILE (.npz, .safetensors) or module:callable.")] = None,
     layout: Annotated[str | None, typer.Option(help="Published layers: name of the checkpoint layout.")] = None,
@@ -150,7 +174,7 @@ def export_command(
     int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
     memory_budget: Annotated[
-        str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
+        str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) in a run of --tokens N.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
@@ -282,7 +306,10 @@ def _say_run(output_file: Path, shapes: dict[str, list[int]], seconds: float, as
 @_reported
 def memory(
     bundle: Bundle,
-    tokens: Annotated[int, typer.Option(help="Tokens of the run (recurrent: of a chunk).", min=1)],
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the whole run; of images: patches.  [default: the artifact's own number]", min=1),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
     budget: Annotated[str | None, typer.Option(help="Bytes of the whole process: 512MiB, 500MB.")] = None,
     enforce: Annotated[bool, typer.Option("--enforce", help="Run under a limit of the system at the budget (Linux).")] = False,
@@ -427,6 +454,7 @@ def export_main() -> None:
 
 def _run(command: typer.Typer, name: str) -> None:
     """Run, with usage errors in the shape of all others: one line, and a JSON object where one was asked for."""
+    _handle_signals()
     try:
         code = command(prog_name=name, standalone_mode=False)
     except _CLICK_ERROR as error:

@@ -98,7 +98,7 @@ class TokenProgress:
 
 def print_memory(report: MemoryReport) -> None:
     """Prediction beside measurement, line by line."""
-    print(f"{report.file}: {report.tokens:,} tokens, batch {report.batch}")
+    print(f"{report.file}: {_tokens(report.tokens)}, batch {report.batch}")
     table = Table()
     for name in ("", "predicted", "measured"):
         table.add_column(name, justify="left" if not name else "right")
@@ -111,11 +111,11 @@ def print_memory(report: MemoryReport) -> None:
     _console().print(table)
     if report.unmeasured:
         print(f"not measured: {report.unmeasured}")
-    if report.exceeded:
-        print(f"stopped by the system's limit ({report.enforced}): {report.exceeded}")
     if report.budget is not None:
         by = f", enforced by {report.enforced}" if report.enforced else "" if report.measured else ", by prediction"
         print(f"{'within' if report.passed else 'over'} the budget of {human_bytes(report.budget)} for the whole process{by}")
+    if report.exceeded:
+        print(f"the run was stopped: {report.exceeded}")
 
 
 def _console() -> Console:
@@ -266,8 +266,12 @@ def _measurement(entry: dict[str, Any]) -> str:
         f"{name} {human_bytes(entry['measured'][name])} (predicted {human_bytes(entry['predicted'][name])})"
         for name in ("total", "activations")
     )
-    run = f"{entry['tokens']:,} tokens, batch {entry['batch']}{', spilled' if entry['spill'] else ''}"
+    run = f"{_tokens(entry['tokens'])}, batch {entry['batch']}{', spilled' if entry['spill'] else ''}"
     return f"{entry['file']}, {run}: {parts}; {entry['runtime']}, {_inline(entry['machine'])}, {entry['recorded']}"
+
+
+def _tokens(count: int | None) -> str:
+    return "inputs of one size" if count is None else f"{count:,} tokens"
 
 
 def print_doctor(facts: dict[str, Any]) -> None:

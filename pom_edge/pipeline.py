@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -27,10 +28,10 @@ from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
 from pom_edge.runtimes.checking import CheckReport, check_session
-from pom_edge.runtimes.memory import measure_peak
+from pom_edge.runtimes.memory import SizeError, measure_peak
 from pom_edge.runtimes.parity import GATES_DB, MAX_SNR_DB
 from pom_edge.runtimes.session import open_session
-from pom_edge.system import human_bytes
+from pom_edge.system import human_bytes, memory_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pom_edge.export.golden import Case
     from pom_edge.export.inputs import Extent
     from pom_edge.export.made import Made
+    from pom_edge.export.streamed import Split
     from pom_edge.subject import Subject
 
 TARGETS = ("onnx",)
@@ -50,6 +52,7 @@ INT8_WEIGHTS = ("8bit", "7bit")
 
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
+MAX_CHUNK = 2**31 - 1
 EVALUATED = "evaluated, every operator rounded to BF16; not run"
 MEASURED = "chunk "  # how a note begins that says what was measured here: it would make two exports of one model differ
 Step = Callable[[str], None]
@@ -109,10 +112,12 @@ class ExportOptions:
             raise InputError("--calibration is for --precision int8; the other precisions need no data")
         if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
             raise InputError("--remainder is what is not INT8 or weights in int8, w8 and w4; ask for one of these precisions")
-        if self.chunk is not None and (self.form != "streamed" or self.chunk < 1):
-            raise InputError(f"--chunk is {self.chunk}; expected at least 1, and --form streamed")
-        if self.memory_budget is not None and self.tokens is None:
-            raise InputError("--memory-budget needs --tokens N: memory is that of a run of some length")
+        if self.chunk is not None and self.form != "streamed":
+            raise InputError(f"--chunk {self.chunk} is for --form streamed, found --form {self.form or FORMS[0]}; leave it out")
+        if self.chunk is not None and not 1 <= self.chunk <= MAX_CHUNK:
+            raise InputError(
+                f"--chunk is {self.chunk}; expected 1 to {MAX_CHUNK} tokens, as many as tensors of a graph can have"
+            )
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
         lowest = min(GATES_DB[precision] for precision in self.precisions)
@@ -283,10 +288,12 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
 
     Raises:
         GateError: none does; names the smallest budget that would.
+        InputError: runtime and weights alone take more, in every form; or no form can run so many tokens.
     """
     if options.memory_budget is None:
         return export_subject(subject, dataclasses.replace(options, form=options.form or FORMS[0]), out, step)
     tried: list[OverBudgetError] = []
+    refused: list[SizeError] = []
     for form in [options.form] if options.form else ["parallel", "streamed"]:
         chunk: int | None = options.chunk
         while True:
@@ -294,21 +301,31 @@ def export_in_budget(subject: Subject, options: ExportOptions, out: Path, step: 
                 return export_subject(subject, dataclasses.replace(options, form=form, chunk=chunk), out, step)
             except OverBudgetError as error:
                 if options.memory_budget < error.prediction.runtime:
-                    raise InputError(
-                        f"--memory-budget is {human_bytes(options.memory_budget)}, and the runtime alone takes "
-                        f"{human_bytes(error.prediction.runtime)}; no form can keep it"
-                    ) from error
+                    error.prediction.check_possible(options.memory_budget)
                 tried.append(error)
                 step(str(error))
                 chunk = error.smaller(options.memory_budget) if options.chunk is None else None
                 if chunk is None:
                     break
+            except SizeError as error:  # the other form may take such a run
+                refused.append(error)
+                if options.form is not None:
+                    raise
+                step(f"no {form} form: {error}")
+                break
             except InputError as error:
+                if refused:
+                    raise InputError(f"{refused[0]} The streamed form: {error}") from error
                 if not tried:
                     raise
                 step(f"no {form} form: {error}")  # the next best is to say what the other would take
                 break
+    if not tried:
+        raise refused[-1]
     least = min(tried, key=lambda error: error.total)
+    min((error.prediction for error in tried), key=lambda found: found.runtime + found.weights).check_possible(
+        options.memory_budget
+    )
     raise GateError(
         f"no form keeps the budget of {human_bytes(options.memory_budget)}; the smallest is {human_bytes(least.total)}: {least}"
     )
@@ -334,7 +351,8 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     if options.memory_budget is not None:
         step("predict its memory")
-        notes.append(keep_budget(made, options.memory_budget, tokens.maximum or tokens.minimum, batch.maximum or 1))
+        length = None if options.tokens is None else tokens.maximum or tokens.minimum
+        notes.append(keep_budget(made, options.memory_budget, length, batch.maximum or batch.minimum))
 
     step("record PyTorch's answers")
     cases, refused = record(_cases(subject, made, batch, tokens), plan.reference)
@@ -441,6 +459,7 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
 
     if options.form != "streamed":
         plan = _plan(subject, options, batch, tokens)
+        _check_tokens(plan, options, tokens)
         if subject.program is not None:
             return Single(plan, traced_program(subject.program, list(subject.example)), batch, tokens), []
         if plan.form == "recurrent":
@@ -450,26 +469,75 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         return Single(plan, traced, batch, tokens), []
     if not batch.fixed:
         raise InputError(f"--batch is {options.batch!r}; the passes of the streamed form have fixed shapes: give one number")
-    if options.chunk is not None and tokens.maximum is not None and options.chunk > tokens.maximum:
-        raise InputError(
-            f"--chunk is {options.chunk}, and there are {tokens.maximum} tokens at most (--tokens {options.tokens}): the rest "
-            f"of every chunk would be padding; give --chunk {tokens.maximum} or less"
-        )
     plan = _plan(subject, options, batch, Extent())
+    _check_tokens(plan, options, tokens)
+    longest = plan.tokens or tokens.maximum
+    if options.chunk is not None and longest is not None and options.chunk > longest:
+        source = "the model's own number" if plan.tokens else f"--tokens {options.tokens}"
+        raise InputError(
+            f"--chunk is {options.chunk}, and there are {longest} tokens at most ({source}): the rest of every chunk would be "
+            f"padding; give --chunk {longest} or less"
+        )
     boundary = Boundary(plan.model, [name for name in plan.mixers if name])
     outputs, taps = boundary.names(plan.example)
     if plan.image is not None and plan.image.pixels:  # what the passes give is not yet the model's output
         outputs = list(plan.image.pixels)
-    splitter = Splitter(boundary, plan.example, plan.axes, outputs, taps)
+    try:
+        splitter = Splitter(boundary, plan.example, plan.axes, outputs, taps)
+    except InputError as error:
+        if forms.is_causal(plan):
+            raise InputError(
+                f"{type(subject.module).__name__} is causal: each token sees those before it alone. Give --form recurrent, the "
+                f"form of such models; the streamed form is for models whose tokens see all others (found: {error})"
+            ) from error
+        raise
     notes: list[str] = []
     chunk = options.chunk
     if chunk is None:
         step("measure chunk sizes")
-        chunk, notes = choose_chunk(splitter, tokens.maximum)
+        chunk, notes = choose_chunk(splitter, longest)
     step("translate the passes")
     split = splitter.split(chunk)
+    _check_room(split, chunk)
     traced_passes = [trace_pass(each, split, plan.mixers) for each in split.passes]
     return Passes(plan, split, traced_passes, chunk, tokens), notes
+
+
+def _check_tokens(plan: Plan, options: ExportOptions, tokens: Extent) -> None:
+    """Refuse --tokens that say something else than the model's inputs, or that are missing.
+
+    Raises:
+        SizeError: the model has another number of tokens.
+        InputError: images of any size: --tokens would bound nothing; or a budget without a length to keep it at.
+    """
+    from pom_edge.export.inputs import TOKENS
+
+    free = plan.tokens is None and any(TOKENS in dims for dims in plan.axes.values())
+    if free and options.memory_budget is not None and options.tokens is None and plan.mixers:  # a .pt2 has its own shapes
+        raise InputError("--memory-budget needs --tokens N: memory is that of a run of some length")
+    if plan.tokens is not None and not tokens.admits(plan.tokens):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape[1:])}" for name, tensor in plan.example.items())
+        raise SizeError(
+            f"--tokens is {options.tokens}; in the {plan.form} form this model has {plan.tokens} tokens (inputs of one size: "
+            f"{shapes}). Leave --tokens out, or give an --example of another size where the model takes it."
+        )
+    if plan.image is not None and plan.tokens is None and options.tokens is not None and options.memory_budget is None:
+        raise InputError("--tokens bounds sequences; this model takes images of any size in the streamed form: leave it out")
+
+
+def _check_room(split: Split, chunk: int) -> None:
+    """Refuse a chunk that is too large for this machine, before memory is asked for.
+
+    Raises:
+        InputError: the widest value of one chunk takes half of the memory there is.
+    """
+    sizes = {name: math.prod(split.shapes[name]) * split.dtypes[name].itemsize for name in split.token_axes}
+    widest, memory = max(sizes.values(), default=0), memory_bytes()
+    if memory is not None and widest > memory[1] // 2:
+        raise InputError(
+            f"--chunk is {chunk}: one value of so many tokens takes {human_bytes(widest)}, and {human_bytes(memory[1])} of "
+            "memory are available; give a smaller one, for example 1024"
+        )
 
 
 def _cases(subject: Subject, made: Made, batch: Extent, tokens: Extent) -> list[Case]:

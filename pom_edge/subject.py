@@ -112,11 +112,18 @@ def _from_layer(layer: PoM | CumulativePoM, options: ExportOptions) -> Subject:
 def _from_module(
     model: nn.Module, config: ModelConfig | None, options: ExportOptions, samples: Mapping[str, Tensor]
 ) -> Subject:
-    if options.mask != "none" and not (options.form == "recurrent" and options.mask in ("padding", "frames")):
-        raise InputError("--mask is for the bare published layers; a whole model says itself how its mixers are masked")
     example = _example(options, model)
+    optional = config is not None and config.kind == "encoder" and not example  # the mask: there unless files are streamed
+    recurrent = options.form == "recurrent" and options.mask in ("padding", "frames")
+    if options.mask != "none" and not recurrent and not (optional and options.mask == "padding"):
+        raise InputError(
+            "--mask is for bare published layers, and padding for reference encoders too (or an --example with a mask); other "
+            "models say themselves how their mixers are masked"
+        )
     if not example and config is not None:
-        example = example_inputs(config)
+        asked = options.mask == "padding" or "mask" in samples
+        masked = asked or (options.form != "streamed" and options.memory_budget is None)
+        example = example_inputs(config, mask=masked)
     if not example and samples:
         example = {name: tensor[:2] for name, tensor in samples.items()}
     if not example:

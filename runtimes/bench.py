@@ -1,7 +1,7 @@
 """``pom-edge bench``: every artifact of a bundle that runs here, timed in turn, at one length after the other.
 
-Each round runs every artifact once, so that a busy machine disturbs all alike; memory is that of one run in a fresh process. The
-bound beside a time is its matrix products at the rate of this machine, measured in the same rounds.
+Each round runs every artifact once, so that a busy machine disturbs all alike; memory is that of one run in a fresh process.
+The bound beside a time is its matrix products at the rate of this machine, measured in the same rounds.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pom_edge.formula import evaluate
 from pom_edge.runtimes.arena import Arena, Piece
 from pom_edge.runtimes.limits import memory_limit
 from pom_edge.runtimes.measuring import PeakMemory, measure_opened, measure_peak
-from pom_edge.runtimes.session import chunk_lengths, select_artifact
+from pom_edge.runtimes.session import BATCH, check_spill, chunk_lengths, select_artifact
 from pom_edge.runtimes.stepping import is_state
 from pom_edge.system import human_bytes, memory_bytes
 
@@ -38,13 +38,19 @@ __all__ = [
     "MemoryReport",
     "PeakMemory",
     "Prediction",
+    "SizeError",
     "check_budget",
     "make_arrays",
     "measure_peak",
     "parse_size",
     "predict",
     "stored_bytes",
+    "token_count",
 ]
+
+
+class SizeError(InputError):
+    """An artifact takes no run of this size, or what such a run needs is not known. Another form may be better off."""
 
 
 def parse_size(text: str, option: str) -> int:
@@ -82,10 +88,26 @@ class Prediction:
         """As JSON values (docs/cli.md)."""
         return {**asdict(self), "total": self.total}
 
+    def check_possible(self, budget: int) -> None:
+        """Refuse a budget that is used up before a run begins.
+
+        Raises:
+            InputError: runtime and weights take more.
+        """
+        for least, what in (
+            (self.runtime, "the runtime alone takes"),
+            (self.runtime + self.weights, "runtime and weights take"),
+        ):
+            if budget < least:
+                sizes = [human_bytes(budget), human_bytes(least)]
+                if sizes[0] == sizes[1]:
+                    sizes = [f"{budget:,} B", f"{least:,} B"]
+                raise InputError(f"the budget of {sizes[0]} is below what {what}, {sizes[1]}; no form and no chunk can keep it")
+
 
 def predict(
     path: str | os.PathLike[str],
-    tokens: int,
+    tokens: int | None,
     batch: int = 1,
     artifact: str | None = None,
     runtime: str = "ort",
@@ -96,13 +118,14 @@ def predict(
 
     Args:
         path: the bundle.
-        tokens: N. Other free axes are taken to be as long.
+        tokens: N; of images, how many patches. Other free axes are taken to be as long. None: the artifact's own number.
         batch: B.
         artifact, runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
         spill: streamed form: the tokens between passes, inputs and outputs are in files.
 
     Raises:
-        InputError: the artifact carries no memory plan, or this system has no gauge for the base.
+        SizeError: the artifact carries no memory plan, or does not take this size.
+        InputError: this system has no gauge for the base.
     """
     chosen = select_artifact(Bundle.open(Path(path)), ".onnx", artifact)
     io, activations = predict_run(chosen, tokens, batch, spill)
@@ -110,7 +133,48 @@ def predict(
     return Prediction(opened.base_bytes, opened.weights_bytes, io, activations)
 
 
-def predict_run(artifact: Artifact, tokens: int, batch: int = 1, spill: bool = False) -> tuple[int, int]:
+def token_count(artifact: Artifact, tokens: int | None) -> int | None:
+    """The tokens of a run: those asked for, where the artifact takes them.
+
+    Args:
+        artifact: of a manifest.
+        tokens: asked for; None: whatever number the artifact alone has.
+
+    Returns:
+        N; None where inputs of a fixed size do not say how many tokens they are (a model of your own that takes images).
+
+    Raises:
+        SizeError: it has another number, or takes any and none was asked for.
+    """
+    inputs = [spec for spec in artifact.inputs if not is_state(spec.name)]
+    bounds = [] if artifact.form == "recurrent" else [b for spec in inputs for b in spec.bounds.items() if b[0] != BATCH]
+    own = next((low for _, (low, high) in bounds if low == high), artifact.tokens)
+    free = artifact.form == "recurrent" or any(isinstance(n, str) and n != BATCH for spec in inputs for n in spec.shape)
+    sizes = ", ".join(map(str, inputs))
+    if own is not None:
+        if tokens not in (None, own):
+            raise SizeError(
+                f"--tokens is {tokens}; {artifact.file} has {own} tokens in every run ({sizes}). Leave --tokens out, or export "
+                "the model for another size"
+            )
+        return own
+    if not free:
+        if tokens is not None:
+            raise SizeError(f"--tokens is {tokens}; the inputs of {artifact.file} have one size ({sizes}): leave --tokens out")
+        return None
+    if tokens is None:
+        raise SizeError(f"{artifact.file} takes runs of any length ({sizes}); say for how many with --tokens N")
+    for axis, (low, high) in bounds:
+        if tokens < low or (high is not None and tokens > high):
+            raise SizeError(f"--tokens is {tokens}; {artifact.file} takes {low} to {high} {axis}")
+    if artifact.form == "recurrent":
+        low, high = chunk_lengths(artifact, tokens)
+        if 0 < tokens % high < low:
+            raise SizeError(f"--tokens is {tokens}; {artifact.file} takes chunks of {low} to {high}, which do not add up to it")
+    return tokens
+
+
+def predict_run(artifact: Artifact, tokens: int | None, batch: int = 1, spill: bool = False) -> tuple[int, int]:
     """Bytes of one run beyond runtime and weights, by arithmetic alone: inputs and outputs, and activations.
 
     Args:
@@ -118,10 +182,19 @@ def predict_run(artifact: Artifact, tokens: int, batch: int = 1, spill: bool = F
         tokens, batch, spill: as in :func:`predict`.
 
     Raises:
-        InputError: the artifact carries no memory plan, or does not take this size.
+        SizeError: the artifact carries no memory plan, or does not take this size.
     """
+    tokens = token_count(artifact, tokens) or 1
     if not artifact.arena or any(plan is None for plan in artifact.arena):
-        raise InputError(f"{artifact.file} carries no memory plan: the size of one of its tensors is not known from its inputs")
+        why = (
+            "it only runs evaluated"
+            if artifact.precision == "bf16"
+            else "ONNX Runtime makes a tensor whose size its inputs do not tell"
+        )
+        raise SizeError(
+            f"the memory of {artifact.file} cannot be predicted: {why}. The streamed form (--form streamed) can be, where the "
+            "model has one; one run is measured at every export"
+        )
     inputs, outputs = (_io_bytes(artifact, specs, tokens, batch) for specs in (artifact.inputs, artifact.outputs))
     stream = artifact.stream
     if artifact.form == "recurrent":
@@ -132,11 +205,9 @@ def predict_run(artifact: Artifact, tokens: int, batch: int = 1, spill: bool = F
             arena.give(piece)
     if stream is None:
         return inputs + outputs, max(arena.total - outputs, 0)  # the runtime hands its own memory out as the answer
-    chunk = max(_chunk_bytes(stream, step) for step in stream.passes)
-    if spill and _from_file_to_file(artifact):
-        return 0, arena.total + chunk  # every chunk is an array of its own
-    # in memory it is a part of what is there; across a batch it is not contiguous, and copied
-    return inputs + outputs, arena.total + (0 if spill else stored_bytes(stream, tokens)) + (chunk if batch > 1 or spill else 0)
+    files = spill and _from_file_to_file(artifact)
+    chunk = max(_host_bytes(stream, step, tokens, spill, files) for step in stream.passes)
+    return 0 if files else inputs + outputs, arena.total + (0 if spill else stored_bytes(stream, tokens)) + chunk
 
 
 def _chunked_bytes(artifact: Artifact, tokens: int, batch: int, inputs: int, outputs: int) -> int:
@@ -167,6 +238,7 @@ class MemoryReport:
     """A prediction beside a measurement, and whether both keep a budget.
 
     Attributes:
+        tokens: None where inputs of a fixed size do not say how many they are.
         budget: bytes of the whole process; None where none was given.
         enforced: what held the run to the budget, "cgroup v2" or "RLIMIT_DATA"; None: nothing did.
         exceeded: the system stopped a run that was to keep the budget; what it said.
@@ -175,7 +247,7 @@ class MemoryReport:
 
     file: str
     form: str
-    tokens: int
+    tokens: int | None
     batch: int
     predicted: Prediction
     measured: PeakMemory | None
@@ -244,7 +316,7 @@ class MemoryReport:
 
 def check_budget(
     path: str | os.PathLike[str],
-    tokens: int,
+    tokens: int | None,
     batch: int = 1,
     *,
     budget: int | None = None,
@@ -258,7 +330,7 @@ def check_budget(
 
     Args:
         path, artifact, runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
-        tokens, batch: size of the run.
+        tokens, batch: size of the run, as in :func:`predict`.
         budget: bytes of the whole process.
         enforce: measure under a limit of the system at the budget (limits.py); a run that needs more fails.
         spill: streamed form: a folder for the tokens, the inputs and the outputs.
@@ -267,27 +339,23 @@ def check_budget(
         InputError: a budget below what the runtime and the weights take, a run that is to be enforced and cannot be made
             here, or as :func:`predict`.
     """
-    predicted = predict(path, tokens, batch, artifact, runtime, spill is not None, threads)
-    if budget is not None:
-        for least, what in (
-            (predicted.runtime, "the runtime alone"),
-            (predicted.runtime + predicted.weights, "runtime and weights"),
-        ):
-            if budget < least:
-                raise InputError(
-                    f"the budget of {human_bytes(budget)} is below what {what} takes, {human_bytes(least)}; no form and no "
-                    "chunk can keep it"
-                )
     chosen = select_artifact(Bundle.open(Path(path)), ".onnx", artifact)
+    if spill is not None:
+        check_spill(Path(spill), chosen)
+    count = token_count(chosen, tokens)
+    predicted = predict(path, tokens, batch, artifact, runtime, spill is not None, threads)
+    tokens = 1 if count is None else count  # inputs of one size: it does not matter
+    if budget is not None:
+        predicted.check_possible(budget)
     reason = _too_large(chosen, predicted, tokens, batch, spill)
     if reason is not None:
         if enforce and budget is not None and predicted.total <= budget:
             raise InputError(f"--enforce needs a run, and this one cannot be made here: {reason}")
-        return MemoryReport(chosen.file, chosen.form, tokens, batch, predicted, None, budget, None, unmeasured=reason)
+        return MemoryReport(chosen.file, chosen.form, count, batch, predicted, None, budget, None, unmeasured=reason)
     with contextlib.ExitStack() as stack:
         limit = stack.enter_context(memory_limit(budget)) if enforce and budget is not None else None
         kind = None if limit is None else limit.kind
-        about = (chosen.file, chosen.form, tokens, batch, predicted)
+        about = (chosen.file, chosen.form, count, batch, predicted)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=spill)))
         inputs: Any = make_arrays(chosen, tokens, batch)
         if spill is not None and _from_file_to_file(chosen):
@@ -321,14 +389,17 @@ def free_sizes(artifact: Artifact, tokens: int, batch: int) -> dict[str, int]:
     """Lengths of all free axes of an artifact.
 
     Raises:
-        InputError: its batch is fixed at another number, or a size is beyond what ONNX can express.
+        SizeError: its batch is fixed at another number, or a size is beyond what ONNX can express.
     """
     for option, size in (("--tokens", tokens), ("--batch", batch)):
         if size > MAX_SIZE:
-            raise InputError(f"{option} is {size}; expected at most {MAX_SIZE}, the longest axis that ONNX has")
+            raise SizeError(f"{option} is {size}; expected at most {MAX_SIZE}, the longest axis that ONNX has")
     fixed = artifact.inputs[0].shape[0]
     if isinstance(fixed, int) and fixed != batch:
-        raise InputError(f"{artifact.file} takes batches of {fixed}, found --batch {batch}")
+        raise SizeError(f"{artifact.file} takes batches of {fixed}, found --batch {batch}")
+    low, high = artifact.inputs[0].bounds.get(BATCH, (1, None))
+    if batch < low or (high is not None and batch > high):
+        raise SizeError(f"{artifact.file} takes batches of {low} to {high}, found --batch {batch}")
     names = {dim for spec in (*artifact.inputs, *artifact.outputs) for dim in spec.shape if isinstance(dim, str)}
     image = artifact.stream.image if artifact.stream is not None else None
     strip = {} if image is None else {"height": image.patch, "width": image.patch * tokens}  # so many patches in a row
@@ -389,10 +460,50 @@ def _from_file_to_file(artifact: Artifact) -> bool:
     )
 
 
-def _chunk_bytes(stream: StreamSpec, step: PassSpec) -> int:
-    """The arrays that go into one run of a pass; what comes out is the runtime's own memory."""
-    names = {*step.inputs} & stream.shapes.keys()
-    return sum(math.prod(stream.shapes[name]) * np.dtype(stream.dtypes[name]).itemsize for name in names)
+def _host_bytes(stream: StreamSpec, step: PassSpec, tokens: int, spill: bool, files: bool) -> int:
+    """Peak of the arrays that are made around one run of a pass; what comes out of it is the runtime's own memory.
+
+    A chunk is a part of an array that is there, and costs nothing, unless it is cut from an image, read from a file, of several
+    sequences (not contiguous: copied), or filled up (copied): see :mod:`pom_edge.runtimes.streamed`.
+
+    Args:
+        stream, step: which pass.
+        tokens: N.
+        spill: what is stored for each token is in a file.
+        files: inputs and outputs are, too.
+    """
+    image = stream.image
+    stored = {name for each in stream.passes for name in each.stores}
+
+    def size(name: str) -> int:
+        return math.prod(stream.shapes[name]) * np.dtype(stream.dtypes[name]).itemsize
+
+    def several(name: str) -> int:  # arrays that a chunk of several sequences needs more than a chunk of one
+        return int(math.prod(stream.shapes[name][: stream.token_axes[name]]) > 1)
+
+    def peak(count: int) -> int:  # for a chunk of so many tokens
+        held = most = 0
+        for name in step.inputs:
+            if name not in stream.token_axes:
+                continue
+            if image is not None and name in (image.patches, image.positions):
+                reading, kept = 2, 1  # patches: the strip they come from and themselves; positions: counted, divided, joined
+            elif spill and (files or name in stored):
+                reading, kept = 1 + several(name), 1
+            else:
+                reading, kept = several(name), several(name)
+            part = size(name) * count // stream.chunk
+            filled = size(name) if count < stream.chunk else 0
+            most = max(most, held + reading * part, held + kept * part + filled)
+            held += filled or kept * part
+        for name in (*step.stores, *step.results):
+            if name in stream.token_axes:
+                pixels = image is not None and name in image.pixels
+                copied = pixels or (several(name) and spill and (files or name in stored))
+                most = max(most, held + (size(name) * count // stream.chunk if copied else 0))
+        return max(most, held)
+
+    return max(peak(count) for count in {min(tokens, stream.chunk), tokens % stream.chunk or stream.chunk} if count <= tokens)
 
 
 def stored_bytes(stream: StreamSpec, tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import BundleError, InputError, PomError, require
 from pom_edge.runtimes.processor import int8_saturates
 from pom_edge.runtimes.session import Session
-from pom_edge.system import trim_heap
+from pom_edge.system import human_bytes, trim_heap
 
 PROVIDER = "CPUExecutionProvider"
 
@@ -115,6 +116,12 @@ class OnnxRuntimeSession(Session):
             return dict(zip(names, self._natives[index].run(names, inputs), strict=True))
         except Exception as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in inputs.items())
+            wanted = re.search(r"Failed to allocate memory for requested buffer of size (\d+)", str(error))
+            if wanted is not None:
+                raise InputError(
+                    f"not enough memory to run {self.artifact.file} on {shapes}: ONNX Runtime asked for "
+                    f"{human_bytes(int(wanted[1]))} more"
+                ) from error
             raise InputError(f"ONNX Runtime {self._version} cannot run {self.artifact.file} on {shapes}: {error}") from error
 
     def close(self) -> None:

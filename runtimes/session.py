@@ -15,7 +15,7 @@ from pom_edge.bundle import Artifact, Bundle, PassSpec, StreamSpec, TensorSpec
 from pom_edge.errors import InputError
 from pom_edge.runtimes.stepping import COUNT, Execute, empty_state, is_state, load_state, next_state, run_chunks, save_state
 from pom_edge.runtimes.streamed import Feed, Progress, run_passes, run_stream
-from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource
+from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, check_folder
 
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
@@ -24,7 +24,7 @@ RUNTIMES = ("ort",)
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
-__all__ = ["RUNTIMES", "Session", "chunk_lengths", "open_session"]
+__all__ = ["RUNTIMES", "Session", "check_spill", "chunk_lengths", "open_session", "select_artifact"]
 
 
 class Session(ABC):
@@ -111,10 +111,11 @@ class Session(ABC):
             InputError: another form, more than one input or output, or files that do not fit.
         """
         stream, names = self.artifact.stream, [spec.name for spec in self.outputs]
-        if stream is None or len(self.inputs) != 1 or len(names) != 1 or names[0] not in stream.token_axes:
+        if stream is None or (reason := self._not_from_files(stream)):
+            reason = reason if stream is not None else f"is of the {self.artifact.form} form"
             raise InputError(
-                "only a streamed artifact with one input, and one output with a row for each token, runs from file to file "
-                "(images do not); with run(), or --output y.npz, inputs and outputs are in memory"
+                f"{self.artifact.file} {reason}, so it cannot run from file to file: that takes the streamed form, one input, "
+                "and one output with a row for each token. With run(), or --output y.npz, inputs and outputs are in memory"
             )
         reader = NpySource(source)
         try:
@@ -135,6 +136,23 @@ class Session(ABC):
         finally:
             reader.close()
         return {names[0]: shape}
+
+    def _not_from_files(self, stream: StreamSpec) -> str:
+        """Why inputs and outputs of the streamed form cannot stay in files; empty where they can."""
+        names = [spec.name for spec in self.inputs]
+        if stream.image is not None:
+            return f"takes images ({names[0]}), which lie in memory"
+        if names[1:] == ["mask"]:
+            return (
+                f"has an input mask beside {names[0]} (export again without --mask padding, or with an --example of {names[0]} "
+                "alone)"
+            )
+        if len(names) > 1:
+            return f"has the inputs {', '.join(names)}"
+        outputs = [spec.name for spec in self.outputs]
+        if len(outputs) > 1:
+            return f"has the outputs {', '.join(outputs)}"
+        return "" if outputs[0] in stream.token_axes else f"gives {outputs[0]} once, not for each token"
 
     def _executes(self, stream: StreamSpec) -> list[Execute]:
         def execute(index: int, step: PassSpec) -> Execute:
@@ -346,7 +364,7 @@ def open_session(
 
     Raises:
         BundleError: damaged or foreign bundle.
-        InputError: unknown runtime, or no artifact of the bundle fits it.
+        InputError: unknown runtime, no artifact of the bundle fits it, or a folder that cannot be spilled into.
         MissingExtraError: the runtime is not installed.
     """
     if runtime not in RUNTIMES:
@@ -355,9 +373,20 @@ def open_session(
 
     bundle = Bundle.open(Path(path))
     chosen = select_artifact(bundle, OnnxRuntimeSession.extension, artifact)
-    if spill is not None and chosen.stream is None:
-        raise InputError(f"spill is for the streamed form, {chosen.file} is of the {chosen.form} form; leave it out")
+    if spill is not None:
+        check_spill(Path(spill), chosen)
     return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill))
+
+
+def check_spill(folder: Path, artifact: Artifact) -> None:
+    """Refuse to spill where that does not work.
+
+    Raises:
+        InputError: another form, or no folder that can be written.
+    """
+    if artifact.stream is None:
+        raise InputError(f"spill is for the streamed form, {artifact.file} is of the {artifact.form} form; leave it out")
+    check_folder(folder)
 
 
 def select_artifact(bundle: Bundle, extension: str, name: str | None) -> Artifact:

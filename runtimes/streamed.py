@@ -30,12 +30,14 @@ class Feed:
         lengths: how many tokens there are, by the name of their axis.
         rest: inputs without tokens.
         sinks: for results that should not be held as arrays of tokens.
+        words: how a message about one of ``rows`` begins, where the user knows it by another name.
     """
 
     rows: dict[str, Reader]
     lengths: dict[str, int]
     rest: Arrays = field(default_factory=dict)
     sinks: Mapping[str, Writer] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_stream(
@@ -91,7 +93,8 @@ def _image_feed(spec: StreamSpec, image: ImageSpec, array: np.ndarray) -> tuple[
     for name in image.pixels:
         made[name] = np.empty((batch, spec.shapes[name][-1] // p**2, height, width), spec.dtypes[name])
     sinks = {name: PixelRows(found, p) for name, found in made.items()}
-    feed = Feed(rows, {TOKENS: (height // p) * (width // p)}, sinks=sinks)
+    words = {image.patches: f"input {image.input!r} contains NaN or infinity at patch"}
+    feed = Feed(rows, {TOKENS: (height // p) * (width // p)}, sinks=sinks, words=words)
     return feed, {image.pixels[name]: found for name, found in made.items()}
 
 
@@ -127,7 +130,7 @@ def run_passes(
             feeds = _chunk(spec, step, {**stored.rows, **feed.rows}, known, start, count)
             outputs = execute(feeds)
             if not all(np.isfinite(outputs[name]).all() for name in sums):
-                raise _not_finite({name: feeds[name] for name in feed.rows if name in feeds}, spec, start, count)
+                raise _not_finite({name: feeds[name] for name in feed.rows if name in feeds}, spec, start, count, feed.words)
             for name, values in outputs.items():
                 if name in sums:
                     sums[name] += values
@@ -141,7 +144,7 @@ def run_passes(
                     results[name].write(start, _first(values, axis, count))
                 else:
                     whole[name] = values
-            del outputs, values  # the runtime's own memory, which the next chunk can have
+            del feeds, outputs, values  # what the next chunk can have: copies, and the runtime's own memory
             done += count if step.looped else 0
             if progress is not None:
                 progress(done, total)
@@ -166,24 +169,27 @@ def _chunk(spec: StreamSpec, step: PassSpec, rows: Mapping[str, Reader], known: 
             axis = spec.token_axes[name]
             values = rows[name].read(start, count)
             if count < spec.chunk:
-                widths = [(0, spec.chunk - count if i == axis else 0) for i in range(values.ndim)]
-                values = np.pad(values, widths, mode="edge")  # real tokens again: log(0) or 0/0 would spoil the sums
+                # real tokens again: log(0) or 0/0 would spoil the sums. (np.pad takes the memory twice.)
+                last = np.take(values, [-1], axis)
+                shape = [spec.chunk - count if i == axis else n for i, n in enumerate(values.shape)]
+                values = np.concatenate((values, np.broadcast_to(last, shape)), axis)
             feeds[name] = np.ascontiguousarray(values, dtype=spec.dtypes[name])
     return feeds
 
 
-def _not_finite(inputs: Arrays, spec: StreamSpec, start: int, count: int) -> InputError:
+def _not_finite(inputs: Arrays, spec: StreamSpec, start: int, count: int, words: Mapping[str, str]) -> InputError:
     """Says which token it is, where it comes in as one."""
     for name, values in inputs.items():
         bad = np.argwhere(~np.isfinite(np.moveaxis(values, spec.token_axes[name], 0)))
         if bad.size:
             return InputError(
-                f"input {name!r} contains NaN or infinity at token {start + bad[0][0]}, which the sums over tokens would carry "
-                "into every answer; give finite values"
+                f"{words.get(name, f'input {name!r} contains NaN or infinity at token')} {start + bad[0][0]}, which the sums "
+                "over tokens would carry into every answer; give finite values"
             )
+    which = f"{'patches' if words else 'tokens'} {start} to {start + count - 1}"
     return InputError(
-        f"tokens {start} to {start + count - 1} drive a sum beyond what FP32 holds, which every answer would carry; are they "
-        "of the scale that the model was trained on?"
+        f"{which} drive a sum beyond what FP32 holds, which every answer would carry; are they of the scale that the model was "
+        "trained on?"
     )
 
 

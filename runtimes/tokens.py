@@ -22,7 +22,7 @@ from pom_edge.errors import InputError
 
 SPILL_PREFIX = ".pom-edge-spill-"
 
-__all__ = ["ArrayRows", "Buffer", "FileRows", "NpySink", "NpySource", "Reader", "Rows", "Spill", "Writer"]
+__all__ = ["ArrayRows", "Buffer", "FileRows", "NpySink", "NpySource", "Reader", "Rows", "Spill", "Writer", "check_folder"]
 
 
 class Reader(Protocol):
@@ -134,6 +134,18 @@ class Buffer:
             self._spill.close()
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a place that tokens cannot be spilled into.
+
+    Raises:
+        InputError: no folder, or one that cannot be written.
+    """
+    if not folder.is_dir():
+        raise InputError(f"--spill {folder} is not a folder; expected one with room for the tokens")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"--spill {folder} cannot be written; choose another folder")
+
+
 class Spill:
     """A file without a name, where the system has such: a killed process leaves nothing. Elsewhere the next start cleans up.
 
@@ -142,8 +154,7 @@ class Spill:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise InputError(f"--spill {folder} is not a folder; expected one with room for the tokens")
+        check_folder(folder)
         for stale in folder.glob(f"{SPILL_PREFIX}*"):
             if not _alive(stale.name.removeprefix(SPILL_PREFIX).partition("-")[0]):
                 with contextlib.suppress(OSError):

@@ -101,6 +101,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     digits = load_digits(HERE / "test_images.npz")
     paths = options.images or sorted((HERE / "photos").glob("*.png"))
     with open_session(options.bundle, runtime=options.runtime, threads=options.threads) as session:
+        _check_batch(session, options.batch)
         photos = classify_photos(session, paths)
         for row in photos:
             say(_describe(row))
@@ -119,6 +120,18 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         "photos": [{key: value for key, value in row.items() if key != "view"} for row in photos],
         "test": test,
     }
+
+
+def _check_batch(session: Session, batch: int) -> None:
+    """Bundles of the streamed form, and those exported with --batch, take batches of one size.
+
+    Raises:
+        InputError: another one was asked for.
+    """
+    fixed = session.inputs[0].shape[0]
+    if isinstance(fixed, int) and (fixed, batch) != (1, 1):
+        hint = "run with --batch 1" if fixed == 1 else "photos are read one by one; export without --batch, or with --batch 1"
+        raise InputError(f"the bundle ({session.artifact.file}) takes batches of {fixed}, found --batch {batch}; {hint}")
 
 
 def _view(path: Path) -> Bytes:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,15 @@ def test_an_npy_file_has_no_names(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", make_inputs()["x"])
     result = _run("run", tmp_path / "a.pom", "--input", tmp_path / "in.npy", "--output", tmp_path / "out.npy")
     assert result.exit_code == 0 and np.load(tmp_path / "out.npy").shape == (2, 5, 6)
+
+
+def test_sigterm_leaves_nothing_behind(checkpoint: Path) -> None:
+    """As Ctrl-C, at the moment when the bundle is half written."""
+    command = [sys.executable, "-m", "pom_edge.cli", "export", str(checkpoint), "--out", str(checkpoint.with_name("t.pom"))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+    while process.poll() is None and not list(checkpoint.parent.glob(".t.pom.new-*")):
+        time.sleep(0.005)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143 and "error: interrupted; nothing was changed" in errors
+    assert not [path for path in checkpoint.parent.iterdir() if "t.pom" in path.name]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pom_edge.errors import InputError
-from pom_edge.export.golden import MAX_GOLDEN_BYTES, golden_cases, record, store
+from pom_edge.export.golden import MAX_GOLDEN_BYTES, golden_cases, record, store, stream_cases
 from pom_edge.export.inputs import Extent, plan_axes
 from pom_edge.export.reference import TorchSession
 from pom_edge.generated import generate
@@ -30,6 +30,16 @@ def test_extents_are_kept() -> None:
     axes = plan_axes(EXAMPLE, batch, tokens)
     shapes = {case.inputs["x"].shape for case in golden_cases(EXAMPLE, axes, batch, tokens)}
     assert shapes == {(2, 16, 8), (2, 4, 8), (2, 7, 8)}
+
+
+def test_where_every_run_is_long_one_case_is_enough() -> None:
+    tokens = Extent.parse("5000", "--tokens")
+    shapes = {
+        case.name: case.inputs["x"].shape for case in golden_cases(EXAMPLE, plan_axes(EXAMPLE, FREE, tokens), FREE, tokens)
+    }
+    assert shapes == {"example": (2, 5000, 8)}
+    (case,) = stream_cases(EXAMPLE, AXES, tokens)
+    assert case.chunks == [5000, 5000] and case.inputs["x"].shape == (1, 10000, 8)
 
 
 def test_real_samples_come_first_and_stay_small() -> None:

@@ -71,7 +71,11 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
             session.run(np.zeros((1, 3, 22, SIDE), np.float32))
         with pytest.raises(InputError, match="has 2 along axis 1"):
             session.run(np.zeros((1, 2, SIDE, SIDE), np.float32))
-        with pytest.raises(InputError, match=r"images do not.*--output y\.npz"):
+        spoilt = np.zeros((1, 3, SIDE, SIDE), np.float32)
+        spoilt[0, 1, 9, 6] = np.nan  # row 2, column 1 of the patches
+        with pytest.raises(InputError, match="input 'x' contains NaN or infinity at patch 11,"):
+            session.run(spoilt)
+        with pytest.raises(InputError, match=r"takes images \(x\).*--output y\.npz"):
             session.run_file(tmp_path / "x.npy", tmp_path / "y.npy")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.pom", "x.npy"]
 

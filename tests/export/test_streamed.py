@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from pom_edge import PoM, build_model, export_bundle, open_session
 from pom_edge.bundle import Bundle
+from pom_edge.checkpoint import save_checkpoint
 from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig
+from pom_edge.pipeline import ExportOptions, export_file
 from pom_edge.runtimes import check_bundle
 from pom_edge.runtimes.tokens import SPILL_PREFIX, Buffer
 from tests.oracle import snr_db
@@ -306,9 +308,8 @@ def test_what_would_spoil_every_answer_is_refused(value: float, message: str, tm
 
 
 def test_a_place_to_spill_that_is_none(rotary_pom: tuple[nn.Module, Path], encoder_pom: Path, tmp_path: Path) -> None:
-    x = np.zeros((1, 40, 6), np.float32)
-    with open_session(rotary_pom[1], spill=tmp_path / "none") as session, pytest.raises(InputError, match="is not a folder"):
-        session.run(x)
+    with pytest.raises(InputError, match="is not a folder"):
+        open_session(rotary_pom[1], spill=tmp_path / "none")
     with pytest.raises(InputError, match="spill is for the streamed form"):
         open_session(encoder_pom, spill=tmp_path)
 
@@ -344,3 +345,33 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
     with Buffer(tmp_path):
         pass
     assert [file.name for file in tmp_path.iterdir()] == [f"{SPILL_PREFIX}{os.getpid()}-abc"]
+
+
+def test_a_checkpoint_runs_from_file_to_file(tmp_path: Path) -> None:
+    """A reference encoder has its mask input only where it was asked for; the refusal says so."""
+    config = ModelConfig("encoder", dim=16, depth=1, input_dim=8)
+    save_checkpoint(tmp_path / "m.pt", build_model(config), config)
+    x = np.random.default_rng(0).standard_normal((1, 50, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    path = export_file(tmp_path / "m.pt", ExportOptions(form="streamed", chunk=16)).bundle
+    with open_session(path, spill=tmp_path) as session:
+        session.run_file(tmp_path / "x.npy", tmp_path / "y.npy")
+        np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), session.run(x))
+    masked = ExportOptions(form="streamed", chunk=16, mask="padding", overwrite=True)
+    with open_session(export_file(tmp_path / "m.pt", masked)) as session:
+        assert [spec.name for spec in session.inputs] == ["x", "mask"]
+        with pytest.raises(InputError, match="has an input mask beside x .*without --mask padding.*--output y.npz"):
+            session.run_file(tmp_path / "x.npy", tmp_path / "z.npy")
+
+
+def test_what_the_form_is_not_for(tmp_path: Path) -> None:
+    model = build_model(ModelConfig("lm", dim=16, depth=1, vocab_size=16))
+    with pytest.raises(InputError, match="^LanguageModel is causal: .* Give --form recurrent"):
+        export_bundle(model, form="streamed", out=tmp_path / "a.pom")
+    for options, message in (
+        ({"form": "streamed", "chunk": 99999999999999}, "--chunk is 99999999999999; expected 1 to 2147483647 tokens"),
+        ({"form": "parallel", "chunk": 64}, "--chunk 64 is for --form streamed"),
+        ({"form": "streamed", "chunk": 2**31 - 1}, "--chunk is 2147483647: one value of so many tokens takes .* a smaller one"),
+    ):
+        with pytest.raises(InputError, match=message):
+            export_bundle(PoM(64, 2, 2), out=tmp_path / "a.pom", **options)  # type: ignore[arg-type]

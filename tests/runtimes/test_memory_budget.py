@@ -12,13 +12,22 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from pom_edge import PoM, build_model, export_bundle
+from pom_edge import PoM, build_model, export_bundle, open_session
 from pom_edge.bundle import MANIFEST, Bundle
 from pom_edge.cli import app
 from pom_edge.errors import GateError, InputError
 from pom_edge.models import ModelConfig
 from pom_edge.runtimes.arena import Arena
-from pom_edge.runtimes.memory import check_budget, make_arrays, measure_peak, parse_size, predict, predict_run
+from pom_edge.runtimes.memory import (
+    Prediction,
+    SizeError,
+    check_budget,
+    make_arrays,
+    measure_peak,
+    parse_size,
+    predict,
+    predict_run,
+)
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is a Linux gauge")
@@ -73,6 +82,10 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     inputs = {"x": torch.randn(1, 24, 32)}
     hybrid = build_model(ModelConfig("lm", dim=128, depth=2, vocab_size=64, blocks=("pom", "local"), window=32))
 
+    dense = build_model(ModelConfig("dense", dim=64, depth=1, channels=3, patch_size=3, num_classes=5, rotary="2d"))
+    settings = {"patch_size": 4, "image_size": 28, "channels": 1, "num_classes": 10}
+    classifier = build_model(ModelConfig("classifier", dim=32, depth=1, **settings))  # type: ignore[arg-type]
+
     def make(name: str, model: nn.Module, **options: object) -> Path:
         return export_bundle(model, out=folder / f"{name}.pom", **options).bundle  # type: ignore[arg-type]
 
@@ -82,6 +95,10 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "recurrent": make("recurrent", PoM(128, 3, 2, n_sel_heads=4), form="recurrent", mask="causal"),
         "causal": make("causal", PoM(128, 3, 2), mask="causal"),
         "hybrid": make("hybrid", hybrid, form="recurrent"),
+        "half": make("half", PoM(128, 3, 2, n_sel_heads=4), precision="fp16"),
+        "image": make("image", dense, form="streamed", chunk=2048, batch=2),
+        "fixed image": make("fixed", dense, example_inputs={"x": torch.randn(1, 3, 192, 192)}),
+        "classifier": make("classifier", classifier, form="streamed"),
     }
 
 
@@ -91,6 +108,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ("parallel", 4096, 1), ("parallel", 16384, 1), ("parallel", 4096, 4), ("causal", 16384, 1), ("causal", 8192, 2),
         ("recurrent", 4096, 2), ("recurrent", 10000, 3), ("hybrid", 2048, 1), ("hybrid", 20000, 1), ("streamed", 32768, 1),
+        ("half", 16384, 1), ("image", 9000, 2), ("image", 500, 2), ("fixed image", 4096, 2),
     ],
 )  # fmt: skip
 def test_predictions_are_near_measurements(bundles: dict[str, Path], name: str, tokens: int, batch: int) -> None:
@@ -136,6 +154,36 @@ def test_a_limit_kills_what_exceeds_it_and_lets_pass_what_does_not(bundles: dict
     within = check_budget(bundles["streamed"], 65536, budget=budget, enforce=True, spill=str(tmp_path))
     assert within.passed and within.measured is not None and within.measured.total_bytes <= budget
     assert not list(tmp_path.iterdir())
+
+
+@linux
+def test_a_fixed_number_of_tokens_is_the_only_one(bundles: dict[str, Path]) -> None:
+    """28 x 28 pixels in patches of 4: 49, also as the chunk, and whatever is asked for."""
+    (artifact,) = Bundle.open(bundles["classifier"]).manifest.artifacts
+    assert artifact.tokens == 49 and artifact.stream is not None and artifact.stream.chunk == 49
+    assert predict_run(artifact, None) == predict_run(artifact, 49)
+    (image,) = Bundle.open(bundles["fixed image"]).manifest.artifacts
+    for found, count in ((artifact, 49), (image, 4096)):
+        with pytest.raises(SizeError, match=f"--tokens is 10000; .* has {count} tokens in every run"):
+            predict_run(found, 10000)
+    with pytest.raises(SizeError, match="any length .*--tokens N"):
+        predict(bundles["parallel"], None)
+
+
+def test_a_place_to_spill_into_that_is_none(bundles: dict[str, Path], tmp_path: Path) -> None:
+    for act in (
+        lambda: check_budget(bundles["streamed"], 100, spill=str(tmp_path / "absent")),
+        lambda: open_session(bundles["streamed"], spill=tmp_path / "absent"),
+    ):
+        with pytest.raises(InputError, match=r"--spill .*absent is not a folder"):
+            act()
+
+
+def test_a_budget_that_is_used_up_before_a_run_begins() -> None:
+    predicted = Prediction(30 * MIB, 8 * MIB, 0, 0)
+    predicted.check_possible(38 * MIB)
+    with pytest.raises(InputError, match=r"39,845,887 B is below what runtime and weights take, 39,845,888 B"):
+        predicted.check_possible(38 * MIB - 1)
 
 
 def test_a_batch_that_the_artifact_does_not_take(bundles: dict[str, Path]) -> None:
@@ -217,3 +265,15 @@ def test_an_export_within_a_budget(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needs --tokens N"):
         export_bundle(model, out=tmp_path / "c.pom", memory_budget=1 << 30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pom", "b.pom"]
+
+
+@linux
+def test_a_form_that_cannot_run_so_many_tokens_is_passed_over(tmp_path: Path) -> None:
+    """A dense predictor's parallel form has the example's size; its streamed form takes any."""
+    settings = {"dim": 32, "depth": 1, "channels": 3, "patch_size": 4, "num_classes": 5}
+    model = build_model(ModelConfig("dense", **settings))  # type: ignore[arg-type]
+    report = export_bundle(model, out=tmp_path / "a.pom", memory_budget=200 * MIB, tokens=900)
+    assert report.artifacts[0].form == "streamed"
+    model = build_model(ModelConfig("classifier", image_size=28, **settings))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="--tokens is 900; .* this model has 49 tokens"):
+        export_bundle(model, out=tmp_path / "b.pom", memory_budget=200 * MIB, tokens=900)
