@@ -29,6 +29,7 @@ from pom_edge.gates import (
     torch_points,
 )
 from pom_edge.metric import Metric
+from pom_edge.runtimes.onnxruntime_session import without_spinning
 from pom_edge.runtimes.parity import GATES_DB, measure, worst
 
 if TYPE_CHECKING:
@@ -299,7 +300,8 @@ class Builder:
     def _speedup(self, made: Made) -> float:
         """Time of the FP32 graph over that of this one, here, for the largest case."""
         case = max(self._cases, key=lambda each: each.nbytes)
-        runs = [self._made.written(self._fp32_folder, tapped=False), made.written(self._folder, tapped=False)]
+        with without_spinning():
+            runs = [self._made.written(self._fp32_folder, tapped=False), made.written(self._folder, tapped=False)]
         self._step(f"time {made.kind} beside fp32")
         seconds: list[list[float]] = [[], []]
         for _ in range(SPEED_ROUNDS):

@@ -21,6 +21,7 @@ from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError
 from pom_edge.formula import evaluate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
+from pom_edge.runtimes.onnxruntime_session import without_spinning
 from pom_edge.runtimes.session import Session, open_session
 
 TOKENS = (256, 1024, 4096)
@@ -124,6 +125,7 @@ def bench(
     rows: list[BenchRow] = []
     rates: list[float] = []
     with ExitStack() as stack:
+        stack.enter_context(without_spinning())
         sessions = {
             artifact.file: stack.enter_context(open_session(bundle.path, runtime, artifact.file, threads))
             for artifact in bundle.manifest.artifacts
@@ -151,6 +153,8 @@ def bench(
 
 def _fitting(session: Session, tokens: int, batch: int) -> dict[str, np.ndarray] | None:
     """Random inputs of that length; None where the artifact does not take it."""
+    if session.artifact.tokens not in (None, tokens):
+        return None
     try:
         arrays = make_arrays(session.artifact, tokens, batch)
         session.run_named(arrays)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,21 @@ from pom_edge.system import human_bytes, trim_heap
 
 PROVIDER = "CPUExecutionProvider"
 
-__all__ = ["OnnxRuntimeSession", "native_session"]
+__all__ = ["OnnxRuntimeSession", "native_session", "without_spinning"]
+
+
+_spinning = True
+
+
+@contextlib.contextmanager
+def without_spinning() -> Iterator[None]:
+    """Sessions opened meanwhile let their threads sleep between runs: several that spin in one process disturb each other."""
+    global _spinning
+    before, _spinning = _spinning, False
+    try:
+        yield
+    finally:
+        _spinning = before
 
 
 @functools.cache
@@ -59,6 +75,7 @@ def native_session(
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4  # errors arrive as exceptions, with our message
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # w8, w4: arithmetic in FP32, as written
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if _spinning else "0")
     if int8_saturates():
         options.add_session_config_entry("session.x64quantprecision", "1")  # exact sums: what is measured is what the file says
     if not optimize:

@@ -1,0 +1,97 @@
+"""pom-edge bench: rows for what runs, floors that can be missed, operations that agree with an independent count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pom_edge.bundle import Bundle
+from pom_edge.cli import app
+from pom_edge.errors import InputError
+from pom_edge.models import ModelConfig, build_model
+from pom_edge.pipeline import export_bundle
+from pom_edge.runtimes.bench import bench, gemm_operations
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(kind="encoder", dim=32, depth=2, input_dim=12, n_sel_heads=4))
+    out = tmp_path_factory.mktemp("bench") / "m.pom"
+    example = {"x": torch.randn(2, 24, 12)}
+    return export_bundle(model, precision=["fp32", "fp16", "bf16"], example_inputs=example, out=out).bundle
+
+
+def test_every_artifact_that_runs_has_a_row_for_each_length(bundle: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", str(bundle), "--tokens", "16,64", "--rounds", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [(row["precision"], row["tokens"]) for row in report["rows"]] == [
+        ("fp32", 16), ("fp16", 16), ("fp32", 64), ("fp16", 64)
+    ]  # fmt: skip
+    for row in report["rows"]:
+        assert {"runtime", "file", "precision", "tokens", "batch", "median_ms", "p90_ms", "peak_bytes"} <= row.keys()
+        assert 0 < row["median_ms"] <= row["p90_ms"] and row["gemm_share"] > 0 and row["snr_db"] > 45
+        assert (row["against_fp32"] is None) == (row["precision"] == "fp32")
+    assert int(report["machine"]["cores"]) >= 1 and report["gflops"] > 0
+
+
+def test_floors(bundle: Path) -> None:
+    assert bench(bundle, [16], rounds=2, floor={"snr": 45, "ratio": 1e-6}).passed
+    report = bench(bundle, [16], rounds=2, floor={"snr": 100, "ratio": 1e6})
+    assert not report.passed
+    assert [sentence.split(" at ")[0] for sentence in report.failed] == ["parallel.fp16.onnx"] * 2
+    result = CliRunner().invoke(app, ["bench", str(bundle), "--tokens", "16", "--rounds", "1", "--floor", "snr=100"])
+    assert result.exit_code == 1 and "below the floor: parallel.fp16.onnx at 16 tokens: snr" in result.output
+
+
+def test_operations_are_those_of_the_graphs_products(bundle: Path) -> None:
+    """By onnx's own shape inference at fixed sizes, not by the formulas."""
+    artifact = Bundle.open(bundle).manifest.artifacts[0]
+    model = onnx.load(str(bundle / artifact.file))
+    del model.graph.value_info[:]
+    for value, dims in ((model.graph.input[0], (3, 40, 12)),):
+        for dim, size in zip(value.type.tensor_type.shape.dim, dims, strict=True):
+            dim.dim_value = size
+    for output in model.graph.output:
+        for dim in output.type.tensor_type.shape.dim:
+            dim.Clear()
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*inferred.value_info, *inferred.input)}
+    shapes |= {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in inferred.output}
+    shapes |= {w.name: list(w.dims) for w in model.graph.initializer}
+    total = 0
+    for node in model.graph.node:
+        if node.op_type == "MatMul":
+            product = 2 * shapes[node.input[0]][-1]
+            for size in shapes[node.output[0]]:
+                product *= size
+            total += product
+    assert total > 0 and gemm_operations(artifact, 40, 3) == total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "expected at least 1 of each"),
+        (["--tokens", "ten"], "--tokens holds 'ten'"),
+        (["--floor", "speed=2"], "--floor speed is unknown; expected snr=DB, ratio=TIMES"),
+        (["--floor", "snr"], "--floor is 'snr'; expected"),
+        (["--floor", "snr=high"], "--floor holds 'high'"),
+    ],
+)
+def test_bad_input(bundle: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", str(bundle), *arguments])
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_no_artifact_of_that_length(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(kind="encoder", dim=8, depth=1, input_dim=4))
+    report = export_bundle(model, example_inputs={"x": torch.randn(2, 8, 4)}, tokens=8, out=tmp_path / "m.pom")
+    with pytest.raises(InputError, match=r"no artifact of m.pom runs here with \[16\] tokens and batch 1"):
+        bench(report, [16])
