@@ -21,6 +21,7 @@ FORBIDDEN = frozenset({"Loop", "Scan", "If", "NonZero", "SequenceMap"})
 HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 INTEGERS = frozenset({ir.DataType.INT8, ir.DataType.INT4})
 FP16_MAX = 65504.0
+SUMS = frozenset({"ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "CumSum"})
 SQUARE_TOKENS = 65536  # far beyond any model width, so that an N x N tensor cannot be mistaken for N x D
 GROWTH_TOKENS = 4096
 MAX_GROWTH = 4.2  # from N to 4 N: linear, with room for what does not depend on N
@@ -94,6 +95,28 @@ def no_half_pow(context: GraphContext) -> Iterator[Finding]:
             yield Finding("half-pow", str(node.name), "Pow in half precision; write the power as Mul, or keep it FP32")
 
 
+def no_half_sums(context: GraphContext) -> Iterator[Finding]:
+    """A sum of many terms loses or overflows in half precision, even where its result would fit."""
+    for node in graph_nodes(context.model):
+        if node.op_type in SUMS and any(value is not None and value.dtype in HALF for value in node.inputs[:1]):
+            yield Finding("half-sum", str(node.name), f"{node.op_type} in half precision; keep sums FP32")
+
+
+def one_scale_for_a_pair(context: GraphContext) -> Iterator[Finding]:
+    """What QuantizeLinear divides by, DequantizeLinear multiplies with."""
+    for node in graph_nodes(context.model):
+        source = node.inputs[0].producer() if node.op_type == "DequantizeLinear" and node.inputs[0] is not None else None
+        if source is None or source.op_type != "QuantizeLinear":
+            continue
+        scales = [
+            v.const_value.numpy() for v in (source.inputs[1], node.inputs[1]) if v is not None and v.const_value is not None
+        ]
+        if len(scales) == 2 and not np.array_equal(scales[0], scales[1]):
+            yield Finding(
+                "int8-scale", str(node.name), f"scale {scales[1]} after a QuantizeLinear of {scales[0]}; expected one"
+            )
+
+
 def finite_half_constants(context: GraphContext) -> Iterator[Finding]:
     """No FP16 constant that is infinite: mask sentinels become -inf and then NaN (coremltools#2669)."""
     for value, users in _constants(context.model):
@@ -101,6 +124,17 @@ def finite_half_constants(context: GraphContext) -> Iterator[Finding]:
             largest = np.abs(value.const_value.numpy().astype(np.float64)).max(initial=0.0)
             if not largest <= FP16_MAX:
                 yield Finding("half-constant", users, f"constant {value.name!r} reaches {largest}; FP16 ends at {FP16_MAX}")
+    for node in graph_nodes(context.model):
+        made = node.outputs[0].dtype in HALF
+        if made and node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].const_value is not None:
+            array = node.inputs[0].const_value.numpy()
+        elif made and node.op_type == "ConstantOfShape" and "value" in node.attributes:
+            array = node.attributes["value"].as_tensor().numpy()
+        else:
+            continue
+        largest = np.abs(array.astype(np.float64)).max(initial=0.0)
+        if not largest <= FP16_MAX:
+            yield Finding("half-constant", str(node.name), f"makes a constant of {largest}; FP16 ends at {FP16_MAX}")
 
 
 def cumsum_is_portable(context: GraphContext) -> Iterator[Finding]:
@@ -261,6 +295,8 @@ RULES: tuple[Rule, ...] = (
     standard_domain,
     no_control_flow,
     no_half_pow,
+    no_half_sums,
+    one_scale_for_a_pair,
     finite_half_constants,
     cumsum_is_portable,
     symmetric_int8,

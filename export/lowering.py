@@ -209,7 +209,7 @@ class LoweredMixer(nn.Module):
     def __init__(self, mixer: Mixer) -> None:
         super().__init__()
         self.hidden = mixer.hidden
-        self.aggregate = Aggregate()
+        self.pom_mean = Aggregate()
 
     def features(self, context: Tensor, turn: Turn | None) -> Tensor:
         """(B, N, d) -> (B, hidden, N)."""
@@ -240,7 +240,7 @@ class LoweredMixer(nn.Module):
         source = x if context is None else context
         turn = self.angles(positions, x)
         source_turn = turn if context is None and context_positions is None else self.angles(context_positions, source)
-        h = self.aggregate(self.features(source, source_turn), mask, causal)
+        h = self.pom_mean(self.features(source, source_turn), mask, causal)
         return self.biased(self.readout(x, turn, h, pooled=not causal and (mask is None or mask.ndim == 2)))
 
     def step(self, *_: object, **__: object) -> None:
@@ -277,7 +277,7 @@ class LoweredPoM(LoweredMixer):
     def __init__(self, mixer: PoM, tables: RotaryTables | None = None) -> None:
         super().__init__(mixer)
         self.source = [mixer]  # in a list: settings are read from it, but it is no submodule and exports nothing
-        self.tables = tables
+        self.pom_angles = tables
         heads = mixer.n_sel_heads if mixer.n_sel_heads > 1 else 1
         weight, bias = mixer.projection()
         se_weight, se_bias = mixer.selection_projection()
@@ -312,15 +312,15 @@ class LoweredPoM(LoweredMixer):
         return headed_readout(s, h, self.ag_weight.flatten(0, 1))
 
     def angles(self, positions: Tensor | None, tokens: Tensor, nonnegative: bool = False) -> Turn | None:
-        if self.tables is None:
+        if self.pom_angles is None:
             return super().angles(positions, tokens, nonnegative)
         if positions is not None:
             positions = positions.unsqueeze(-1) if positions.ndim == 1 else positions
-            return self.tables(positions, signed=not nonnegative)  # type: ignore[no-any-return]
+            return self.pom_angles(positions, signed=not nonnegative)  # type: ignore[no-any-return]
         if self.mixer.rotary == "2d":
             raise InputError("2-D rotary positions are needed: give an example input 'positions' of shape (tokens, 2)")
         counted = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(-1)
-        return self.tables(counted, signed=False)  # type: ignore[no-any-return]
+        return self.pom_angles(counted, signed=False)  # type: ignore[no-any-return]
 
     def _gate_angles(self, turn: Turn) -> Turn:
         """The gate of H heads uses a strided choice of the same columns (see rotary.gate_frequencies)."""

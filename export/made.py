@@ -99,14 +99,17 @@ class Made(ABC):
     def drive(self, executes: list[Execute]) -> Execute:
         """All graphs together, from something that executes each."""
 
-    def written(self, folder: Path, tapped: bool = True, optimize: bool = True) -> Execute:
-        """Outputs and (``tapped``) mixers by name from the written ONNX files; ``optimize``: as the runtime rewrites them."""
+    def written(self, folder: Path, tapped: bool = True, optimize: bool = True, rounded: bool = False) -> Execute:
+        """Outputs and (``tapped``) mixers by name from the written ONNX files.
+
+        ``optimize``: as the runtime rewrites them; ``rounded``: evaluated with every half-precision operator rounded.
+        """
         executes: list[Execute] = []
         for file, graph in zip(self.files(), self.graphs, strict=True):
             taps = {path: str(value.name) for path, value in graph.taps.items()} if tapped else {}
             names = {name: name for name in graph.outputs} | taps
-            rounded = self.precision == "bf16"
-            executes.append(open_rounded(folder / file, names) if rounded else open_tapped(folder / file, names, optimize))
+            evaluated = rounded or self.precision == "bf16"
+            executes.append(open_rounded(folder / file, names) if evaluated else open_tapped(folder / file, names, optimize))
         return self.drive(executes)
 
     @abstractmethod

@@ -146,7 +146,7 @@ class _Decision:
                 bound, seen = self._ranges.get(str(value.name), UNKNOWN).largest, self._seen.get(str(value.name))
                 if math.isinf(bound) and in_scope(node, AGGREGATE):
                     continue  # a sum on its way to a mean, in FP32
-                if math.isinf(bound):
+                if math.isinf(bound) or (not reason and bound > LARGEST[self._precision]):
                     row["basis"] = "observed, not proved"
                     bound = seen.largest if seen else 0.0
                 row["largest"] = max(row["largest"], float(f"{bound:.4g}"))

@@ -21,8 +21,9 @@ from pom_edge.export.cost import graph_nodes
 
 MAX_TOKENS = 1_000_000  # of sums over an axis without a stated limit
 STATE_ROUNDS = 4  # a state that still grows after so many steps has no bound
-AGGREGATE = "aggregate"  # module path of what averages features over tokens, see pom_edge.export.lowering.Aggregate
-TABLES = "tables"  # and of what computes rotary angles
+# Modules of ours, found by names that no model of a user has: what averages features over tokens (see
+# pom_edge.export.lowering.Aggregate), and what computes rotary angles.
+AGGREGATE, TABLES = "pom_mean", "pom_angles"
 Array = np.ndarray
 
 __all__ = ["AGGREGATE", "TABLES", "Range", "find_ranges", "in_scope", "is_float", "is_positional"]
@@ -336,17 +337,22 @@ class _Rules:
         width = x.shape[-1] if x is not None and x.shape is not None else None
         if not isinstance(width, int) or node.attributes.get_int("axis", -1) not in (-1, _rank(x) - 1):
             return UNKNOWN
-        scale = self.range_of(node.inputs[1]).low
-        shift = self.range_of(node.inputs[2]).low if len(node.inputs) > 2 and node.inputs[2] is not None else np.zeros(width)
-        reach = np.abs(scale) * math.sqrt(width)
-        return Range(shift - reach, shift + reach, Ball(_rank(x) - 1, scale, shift, math.sqrt(width)))
+        scale, nothing = self.range_of(node.inputs[1]), np.zeros(width)
+        given = len(node.inputs) > 2 and node.inputs[2] is not None
+        shift = self.range_of(node.inputs[2]) if given else Range(nothing, nothing)
+        reach = scale.magnitude * math.sqrt(width)
+        constant = _constant(scale) and _constant(shift)  # computed from data, they are no ball
+        ball = Ball(_rank(x) - 1, scale.low, shift.low, math.sqrt(width)) if constant else None
+        return Range(shift.low - reach, shift.high + reach, ball)
 
     def _conv(self, node: ir.Node) -> Range:
         x, weight = self._pair(node)
+        if not _constant(weight):
+            return UNKNOWN
         reach = np.abs(weight.low).reshape(weight.low.shape[0], -1).sum(1) * x.largest
-        bias = self.range_of(node.inputs[2]).low if len(node.inputs) > 2 and node.inputs[2] is not None else 0.0
+        bias = self.range_of(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else Range.of(0.0, 0.0)
         shape = (-1, *[1] * (weight.low.ndim - 2))
-        return Range((bias - reach).reshape(shape), (bias + reach).reshape(shape))
+        return Range((bias.low - reach).reshape(shape), (bias.high + reach).reshape(shape))
 
     def _gemm(self, node: ir.Node) -> Range:
         a, b = self._pair(node)

@@ -112,7 +112,7 @@ class SteppedMixer(nn.Module):
     def __init__(self, lowered: LoweredMixer, flow: Flow) -> None:
         super().__init__()
         self.lowered = lowered
-        self.aggregate = RunningMean()
+        self.pom_mean = RunningMean()
         self.flow = [flow]  # in a list: no part of the module
 
     def forward(
@@ -144,14 +144,14 @@ class SteppedMixer(nn.Module):
             )
         if context_positions is not None and context_positions is not positions:
             raise InputError("a mixer whose context has other positions than its queries has no recurrent form")
-        counted = positions is None and getattr(self.lowered, "tables", None) is not None
+        counted = positions is None and getattr(self.lowered, "pom_angles", None) is not None
         turn = self.lowered.angles(flow.positions(x).unsqueeze(-1) if counted else positions, x, nonnegative=counted)
         state = flow.state(x, {"mean": (1, self.lowered.hidden), "mean_low": (1, self.lowered.hidden)})
         weights = flow.admitted
         if mask is not None:
             weights = mask.to(x.dtype) if weights is None else weights * mask
         features, seen = self.lowered.features(x, turn), flow.seen(x)
-        h, mean, low = self.aggregate(features, state["mean"], state["mean_low"], weights, seen, causal)
+        h, mean, low = self.pom_mean(features, state["mean"], state["mean_low"], weights, seen, causal)
         flow.next_states.append({"mean": mean, "mean_low": low})
         return self.lowered.biased(self.lowered.readout(x, turn, h, pooled=not causal))
 

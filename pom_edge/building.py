@@ -34,6 +34,7 @@ from pom_edge.runtimes.parity import GATES_DB, measure, worst
 
 if TYPE_CHECKING:
     from pom_edge.export.golden import Case
+    from pom_edge.export.inputs import Axes
     from pom_edge.export.made import Made
     from pom_edge.export.onnx_graph import Graph
     from pom_edge.pipeline import ExportOptions
@@ -52,7 +53,7 @@ NO_DATA = (
 EAGER_GATE_DB = 40.0  # the INT8 graph against the quantized model in PyTorch
 SPEED_ROUNDS = 9
 
-__all__ = ["Builder", "Built"]
+__all__ = ["Builder", "Built", "read_calibration"]
 
 
 @dataclass
@@ -68,22 +69,45 @@ class Built:
     notes: list[str] = field(default_factory=list)
 
 
+def read_calibration(subject: Subject, options: ExportOptions) -> tuple[Calibration, Axes] | None:
+    """The calibration data, read and checked before any work is done; None where nothing asks for it.
+
+    Raises:
+        InputError: INT8 is asked for and there is none, or it does not fit the model.
+    """
+    if "int8" not in options.precisions:
+        return None
+    from pom_edge.export.inputs import Extent, plan_axes
+    from pom_edge.quantize import load_calibration
+
+    source, example = options.calibration, subject.example
+    if source is None or source == "golden":
+        source = subject.samples
+        if not source:
+            raise InputError(NO_DATA.format(names=", ".join(example), array=f"{next(iter(example))}=batch"))
+    tokens = Extent.parse(options.tokens, "--tokens") if options.form in (None, "parallel") else Extent()
+    axes = plan_axes(example, Extent(), tokens)
+    data = load_calibration(source, example, axes)
+    if source is subject.samples:
+        data.source = "the checkpoint's own samples"
+    return data, axes
+
+
 class Builder:
     """Artifacts of several precisions from one FP32 form, each held against PyTorch.
 
     Args:
-        subject: what is exported.
         made: in FP32.
         cases: recorded inputs and answers.
         folder: of the bundle in the making.
         scratch: a folder for what is not kept.
         metadata: of every graph.
         metric: of the user's task.
+        calibration: data for INT8 and the axes of its inputs, from :func:`read_calibration`.
     """
 
     def __init__(
         self,
-        subject: Subject,
         made: Made,
         cases: list[Case],
         folder: Path,
@@ -91,9 +115,11 @@ class Builder:
         metadata: dict[str, str],
         options: ExportOptions,
         metric: Metric | None,
+        calibration: tuple[Calibration, Axes] | None,
         step: Step,
     ) -> None:
-        self._subject, self._made, self._cases, self._folder = subject, made, cases, folder
+        self._calibration = calibration
+        self._made, self._cases, self._folder = made, cases, folder
         self._metadata, self._options, self._metric, self._step = metadata, options, metric, step
         self._fp32_folder = folder if "fp32" in options.precisions else scratch
         self._outputs = list(cases[0].outputs)
@@ -144,9 +170,12 @@ class Builder:
                 for graph in made.graphs:
                     finish(graph)
             files, stage = self._written(made)
-            failed = missed(stage, gate_db)
+            run = made.written(self._folder, rounded=True)
+            rounded = stage if made.precision == "bf16" else against_graph(self._cases, made.plan, run)
+            failed = missed(stage, gate_db) or missed(rounded, gate_db)
             if not failed:
                 break
+            stage = stage if missed(stage, gate_db) else rounded
             mixers = {name: m.snr_db for name, m in stage.items() if name not in self._outputs}
             below = {name.split("#")[0] for name in failed if name in mixers}
             if not below and mixers:  # an output alone misses: the worst mixer is the likeliest cause
@@ -155,12 +184,15 @@ class Builder:
                 hold_stage("typed", stage, gate_db, made.plan, self._outputs)
             keep |= below
         notes = [f"{made.kind}: {', '.join(sorted(keep))} kept in FP32, below the gate of {gate_db:g} dB"] if keep else []
-        return Built(made, files, self._parity({**self._stages, "typed": stage}, precision), ranges, notes=notes)
+        stages = {**self._stages, "typed": stage, "rounded": rounded}
+        return Built(made, files, self._parity(stages, precision), ranges, notes=notes)
 
     def _int8(self) -> Built:
         from pom_edge.quantize.graph import finish
 
-        quantizer, data = self._calibrated()
+        quantizer = self._calibrated()
+        assert self._calibration is not None
+        data = self._calibration[0]
         self._step("quantize each layer alone")
         case = self._cases[0]
         alone = quantizer.sensitivity(case)
@@ -202,28 +234,18 @@ class Builder:
             built.notes.append(f"int8: {', '.join(kept)} kept in float, so that every gate holds")
         return built
 
-    def _calibrated(self) -> tuple[FormQuantizer, Calibration]:
-        from pom_edge.export.inputs import Extent, plan_axes
-        from pom_edge.quantize import Options, load_calibration
+    def _calibrated(self) -> FormQuantizer:
+        from pom_edge.export.inputs import Extent
+        from pom_edge.quantize import Options
         from pom_edge.quantize.forms import FormQuantizer
 
-        source, example, tokens = (
-            self._options.calibration,
-            self._subject.example,
-            Extent.parse(self._options.tokens, "--tokens"),
-        )
-        if source is None or source == "golden":
-            source = self._subject.samples
-            if not source:
-                raise InputError(NO_DATA.format(names=", ".join(example), array=f"{next(iter(example))}=batch"))
-        axes = plan_axes(example, Extent(), tokens if self._made.plan.form == "parallel" else Extent())
-        data = load_calibration(source, example, axes)
-        if source is self._subject.samples:
-            data.source = "the checkpoint's own samples"
+        assert self._calibration is not None
+        data, axes = self._calibration
         self._step(f"calibrate on {data.samples} samples")
         bits: Any = {"8bit": 8, "7bit": 7}[self._options.int8_weights]
         observer: Any = self._options.observer
-        return FormQuantizer(self._made, data, axes, Options(method=observer, weight_bits=bits), tokens), data
+        options, tokens = Options(method=observer, weight_bits=bits), Extent.parse(self._options.tokens, "--tokens")
+        return FormQuantizer(self._made, data, axes, options, tokens)
 
     def _fall_back(self, quantizer: FormQuantizer, alone: dict[str, float]) -> list[str]:
         """Which layers go back to float, the most sensitive first, until every gate holds."""

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -288,8 +289,15 @@ def run(
         start = time.perf_counter()
         with TokenProgress(quiet=as_json or session.artifact.stream is None) as progress:
             session.progress = progress.update
-            outputs = session.run_named(inputs)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", RuntimeWarning)
+                outputs = session.run_named(inputs)
         seconds = time.perf_counter() - start
+    for warning in said:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    for name, array in outputs.items():
+        if array.dtype.kind == "f" and (bad := int((~np.isfinite(array)).sum())):
+            print(f"warning: output {name!r} holds {bad:,} NaN or infinity of {array.size:,} values", file=sys.stderr)
     write_arrays(output_file, outputs)
     _say_run(output_file, {name: list(array.shape) for name, array in outputs.items()}, seconds, as_json)
 

@@ -37,6 +37,7 @@ STAGES = {
     "lowered": "the lowered PyTorch model",
     "onnx": "the ONNX graph in ONNX Runtime",
     "typed": "the typed graph",
+    "rounded": "the typed graph with every operator rounded",
     "eager": "the quantized PyTorch model",
     "quantized": "the quantized graph",
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.budget import OverBudgetError, keep_budget
-from pom_edge.building import Builder, Built
+from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
@@ -342,6 +342,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     if options.form == "streamed" and options.batch is None:
         batch = Extent(1, 1, 1)
     check_example(subject.example)
+    calibration = read_calibration(subject, options)
 
     step("trace and translate")
     made, notes = _make(subject, options, batch, tokens, step)
@@ -362,7 +363,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
     with write_bundle(out, options.overwrite) as folder:
         with tempfile.TemporaryDirectory() as scratch:
-            builder = Builder(subject, made, cases, folder, Path(scratch), metadata, options, metric, step)
+            builder = Builder(made, cases, folder, Path(scratch), metadata, options, metric, calibration, step)
             builder.hold_fp32()
             built = [builder.build(precision) for precision in dict.fromkeys(options.precisions)]
         notes += [note for each in built for note in each.notes]

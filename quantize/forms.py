@@ -75,7 +75,8 @@ class FormQuantizer:
         self._drive = made.drive([self._execute(index) for index in range(len(self._prepared))])
         try:
             for inputs in _batches(data, axes, made):
-                made.plan.through(self._drive, inputs, _chunks(inputs, made, tokens))
+                found = made.plan.through(self._drive, inputs, _chunks(inputs, made, tokens))
+                _check_finite(inputs, found)
         except (IndexError, RuntimeError) as error:  # token ids beyond the table, lengths beyond the model's
             raise InputError(f"the calibration data does not run through the model: {error}") from error
         for prepared in self._graphs():
@@ -227,6 +228,16 @@ def torch_execute(module: nn.Module, traced: Traced) -> Execute:
         return {name: value.numpy() for name, value in zip(names, outputs, strict=True)}
 
     return run
+
+
+def _check_finite(inputs: Arrays, found: Arrays) -> None:
+    bad = [name for name, array in found.items() if not np.isfinite(array).all()]
+    if bad:
+        largest = ", ".join(f"{n} up to {np.abs(a).max():.3g}" for n, a in inputs.items() if a.dtype.kind == "f" and a.size)
+        raise InputError(
+            f"the calibration data drives the model to NaN or infinity ({', '.join(bad[:4])}; inputs: {largest}): is there an "
+            "outlier in it?"
+        )
 
 
 def _batches(data: Calibration, axes: Axes, made: Made) -> Iterator[Arrays]:

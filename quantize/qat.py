@@ -65,7 +65,7 @@ class TrainingQuantizer(FakeQuantizeBase):  # type: ignore[misc]  # torchao is u
         with torch.no_grad():
             if self.ch_axis is not None:
                 self.largest = x.movedim(self.ch_axis, 0).flatten(1).abs().amax(1)
-            elif self.watching:
+            elif self.watching or not bool(self.largest):  # without a range yet, even in eval mode
                 now = x.abs().max()
                 self.largest = now if not bool(self.largest) else MEMORY * self.largest + (1 - MEMORY) * now
             scale = (self.largest / self.quant_max).clamp(min=torch.finfo(torch.float32).tiny)
@@ -82,6 +82,7 @@ class Training(nn.Module):
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], options: Options) -> None:
         super().__init__()
         own = copy.deepcopy(model).eval()
+        _freeze_norms(own)
         traced = trace_graph(own, [], dict(inputs), plan_axes(dict(inputs), Extent(), Extent()))
         module = traced.program.module(check_guards=False)
         assert isinstance(module, fx.GraphModule)
@@ -98,7 +99,7 @@ class Training(nn.Module):
         if not quantizer.layers:
             raise InputError("the model has no layer with a weight that could be INT8; there is nothing to train for")
         self.layers = [layer.path for layer in quantizer.layers]
-        self._original, self._inputs, self._prefix = [own], list(inputs), traced.prefix
+        self._original, self._inputs, self._prefix = [copy.deepcopy(model).eval()], list(inputs), traced.prefix
 
     def train(self, mode: bool = True) -> Training:
         """Ranges follow the data in training mode only."""
@@ -111,6 +112,8 @@ class Training(nn.Module):
     def forward(self, x: Tensor | None = None, /, **inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The model's outputs."""
         named = inputs if x is None else {self._inputs[0]: x, **inputs}
+        if set(named) != set(self._inputs):
+            raise InputError(f"inputs {', '.join(named) or 'none'} were given; expected {', '.join(self._inputs)}")
         outputs = self.graph({name: named[name] for name in self._inputs})
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -121,6 +124,35 @@ class Training(nn.Module):
         unknown = model.load_state_dict(trained, strict=False).unexpected_keys
         assert not unknown, f"traced parameters {unknown} are none of the model's"
         return model.eval()
+
+
+class FrozenBatchNorm(nn.Module):
+    """A batch norm with the statistics it has: (x - mean) / sqrt(var + eps) * weight + bias, channels on axis 1."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, getattr(norm, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the norm in eval mode."""
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        scale = torch.rsqrt(self.running_var + self.eps)  # type: ignore[operator]
+        y = (x - self.running_mean.reshape(shape)) * scale.reshape(shape)  # type: ignore[operator]
+        if self.weight is not None:
+            y = y * self.weight.reshape(shape) + self.bias.reshape(shape)  # type: ignore[operator]
+        return y
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    """torchao's graph would train batch statistics on, and the INT8 file has those of the checkpoint: they stay as they are."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if module.running_mean is None:
+                raise InputError(f"{name} is a batch norm without running statistics, which has no INT8; use another norm")
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, FrozenBatchNorm(module))
 
 
 def prepare_qat(
@@ -144,5 +176,7 @@ def prepare_qat(
     Raises:
         InputError: unusable inputs, a model that cannot be traced or has nothing to quantize, a path that names no layer.
     """
+    if not isinstance(example_inputs, Mapping):
+        raise InputError(f'example_inputs is a {type(example_inputs).__name__}; expected a dict, for example {{"x": batch}}')
     check_example(dict(example_inputs))
     return Training(model, example_inputs, Options(weight_bits=weight_bits, keep_float=tuple(keep_float)))  # type: ignore[arg-type]

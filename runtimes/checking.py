@@ -7,11 +7,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from pom_edge.bundle import Bundle
 from pom_edge.errors import BundleError, InputError
 from pom_edge.metric import Metric
 from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
-from pom_edge.runtimes.session import Session, open_session
+from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
 from pom_edge.runtimes.stepping import run_case
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
@@ -132,6 +133,15 @@ def check_bundle(
     threads: int | None = None,
     metric: Metric | None = None,
 ) -> CheckReport:
-    """Open and check a bundle; arguments as in :func:`open_session` and :func:`check_session`."""
-    with open_session(Path(path), runtime=runtime, artifact=artifact, threads=threads) as session:
-        return check_session(session, layers=layers, metric=metric)
+    """Open and check a bundle; arguments as in :func:`open_session` and :func:`check_session`.
+
+    Every artifact that the runtime could execute is checked, unless one is named.
+    """
+    files: list[str | None] = [artifact]
+    if artifact is None:
+        files = [*fitting_artifacts(Bundle.open(Path(path)), runtime)] or files  # none: the session says what there is
+    reports = []
+    for file in files:
+        with open_session(Path(path), runtime=runtime, artifact=file, threads=threads) as session:
+            reports.append(check_session(session, layers=layers, metric=metric))
+    return CheckReport(reports[0].bundle, [each for report in reports for each in report.artifacts])

@@ -1,7 +1,8 @@
-"""BF16 graphs on a CPU: ONNX Runtime has no kernels for them there, so every operator computes in FP32 and is rounded to BF16.
+"""Half-precision graphs with every operator rounded: it computes in FP32, and its result becomes FP16 or BF16.
 
-That is what hardware with FP32 accumulators does, up to the order of sums. It is an evaluation of the written file, not a run
-of it. Needs the onnx package.
+That is what hardware with FP32 accumulators does, up to the order of sums. ONNX Runtime on a CPU does otherwise: it has no BF16
+kernels, and computes chains of FP16 operators in FP32, where an overflow between two of them is not seen. It is an evaluation
+of the written file, not a run of it. Needs the onnx package.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pom_edge.runtimes.onnxruntime_session import native_session
 
 __all__ = ["open_rounded", "rounded_session"]
 
-FLOAT, BFLOAT16 = 1, 16
+FLOAT, HALVES = 1, (10, 16)  # FP16, BF16
 EXACT = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat", "Gather")
 
 
 def rounded_session(path: Path, threads: int | None = None, taps: Iterable[str] = ()) -> Any:
-    """An ``onnxruntime.InferenceSession`` that evaluates a graph typed in BF16.
+    """An ``onnxruntime.InferenceSession`` that evaluates a graph typed in FP16 or BF16.
 
     Args:
         path: the ``.onnx`` file.
@@ -59,16 +60,16 @@ def _types(onnx: Any, model: Any) -> dict[str, int]:
 
 
 def _widen(onnx: Any, model: Any, types: dict[str, int]) -> None:
-    """BF16 constants to FP32, and after every node that answers in BF16 a cast there and back."""
+    """Half constants to FP32, and after every node that answers in half precision a cast there and back."""
     graph = model.graph
     for tensor in graph.initializer:
-        if tensor.data_type == BFLOAT16:
+        if tensor.data_type in HALVES:
             wide = onnx.numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(onnx.numpy_helper.from_array(wide, tensor.name))
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
-        narrow = [name for name in node.output if types.get(name) == BFLOAT16]
+        narrow = [name for name in node.output if types.get(name) in HALVES]
         if node.op_type == "Cast" and narrow:
             for attribute in node.attribute:
                 attribute.i = FLOAT
@@ -77,5 +78,5 @@ def _widen(onnx: Any, model: Any, types: dict[str, int]) -> None:
         for i, name in enumerate(node.output):
             if name in narrow and node.op_type not in EXACT:
                 kept.output[i] = f"{name}.exact"
-                graph.node.append(onnx.helper.make_node("Cast", [f"{name}.exact"], [f"{name}.rounded"], to=BFLOAT16))
+                graph.node.append(onnx.helper.make_node("Cast", [f"{name}.exact"], [f"{name}.rounded"], to=types[name]))
                 graph.node.append(onnx.helper.make_node("Cast", [f"{name}.rounded"], [name], to=FLOAT))

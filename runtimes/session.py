@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ class Session(ABC):
         self.progress: Progress | None = None
         self._spill = spill
         self._state: dict[str, np.ndarray] | None = None
+        self._warned = False
 
     @property
     @abstractmethod
@@ -94,6 +96,7 @@ class Session(ABC):
     def execute(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run the graph once, every one of its inputs and outputs by name, state included."""
         validated = self._validate(inputs, self.artifact.inputs)
+        self._warn_beyond(validated)
         stream = self.artifact.stream
         if stream is None:
             return self._run_graph(0, [spec.name for spec in self.artifact.outputs], validated)
@@ -279,6 +282,20 @@ class Session(ABC):
         sizes: dict[str, tuple[int, str]] = {}
         return {name: _fit(spec, inputs[name], sizes) for name, spec in expected.items()}
 
+    def _warn_beyond(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Half precision: say once when inputs are larger than those for which no value overflows."""
+        limits = (self.artifact.ranges or {}).get("assumed_inputs", {})
+        beyond = {name: limit for name, limit in limits.items() if name in inputs and np.abs(inputs[name]).max() > limit}
+        if beyond and not self._warned:
+            self._warned = True
+            listed = ", ".join(f"|{name}| <= {limit:g}" for name, limit in beyond.items())
+            warnings.warn(
+                f"{self.artifact.file}: the ranges of {self.artifact.precision} are bounded for {listed}, and this input is "
+                "larger: values may overflow. Export with an example as large as inputs get, or run an FP32 artifact",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
 
 def chunk_lengths(artifact: Artifact, length: int) -> tuple[int, int]:
     """Recurrent form: the shortest chunk that the artifact takes, and the longest in which a run of ``length`` tokens goes."""
@@ -387,6 +404,12 @@ def check_spill(folder: Path, artifact: Artifact) -> None:
     if artifact.stream is None:
         raise InputError(f"spill is for the streamed form, {artifact.file} is of the {artifact.form} form; leave it out")
     check_folder(folder)
+
+
+def fitting_artifacts(bundle: Bundle, runtime: str) -> list[str]:
+    """Files of the artifacts that a runtime could execute."""
+    extensions = {"ort": ".onnx"}
+    return [a.file for a in bundle.manifest.artifacts if a.file.endswith(extensions.get(runtime, ".onnx"))]
 
 
 def select_artifact(bundle: Bundle, extension: str, name: str | None) -> Artifact:

@@ -89,6 +89,35 @@ def test_half_constants(constant: np.float16, fires: bool) -> None:
     assert _rules(context) == ({"half-constant"} if fires else set())
 
 
+@pytest.mark.parametrize("operator", ["ReduceMean", "ReduceSum"])
+def test_half_sums(operator: str) -> None:
+    axes = {"axes": np.array([1])}
+    node, shape = _node(operator, ["x", "axes"], ["y"]), ("batch", 1, 8)
+    assert _rules(_graph([node], constants=axes, y=shape, dtype=TensorProto.FLOAT16)) == {"half-sum"}
+    assert _rules(_graph([node], constants=axes, y=shape)) == set()
+
+
+def test_half_constants_that_the_graph_makes() -> None:
+    half = _value("h", (), TensorProto.FLOAT16)
+    cast = _node("Cast", ["c"], ["h"], to=TensorProto.FLOAT16)
+    add = _node("Add", ["x", "h"], ["y"], "mixer/a")
+    for constant, fires in ((1e9, True), (1e4, False)):
+        constants = {"c": np.array(constant, np.float32)}
+        context = _graph([cast, add], constants=constants, values=[half], dtype=TensorProto.FLOAT16)
+        assert _rules(context) == ({"half-constant"} if fires else set())
+    filled = numpy_helper.from_array(np.array([np.inf], np.float16))
+    made = _node("ConstantOfShape", ["s"], ["h"], value=filled)
+    context = _graph([made, add], constants={"s": np.array([1])}, values=[_value("h", (1,), TensorProto.FLOAT16)], dtype=10)
+    assert _rules(context) == {"half-constant"}
+
+
+def test_a_pair_with_two_scales() -> None:
+    nodes = [_node("QuantizeLinear", ["x", "s", "z"], ["q"], "mixer/q"), _node("DequantizeLinear", ["q", "t", "z"], ["y"])]
+    constants = {"s": np.array(0.1, np.float32), "t": np.array(0.2, np.float32), "z": np.array(0, np.int8)}
+    context = _graph(nodes, constants=constants, values=[_value("q", ("batch", "tokens", 8), TensorProto.INT8)])
+    assert _rules(context) == {"int8-scale"}
+
+
 def test_cumsum() -> None:
     axis = {"axis": np.array(1), "other": np.array(2)}
     forward = _graph([_node("CumSum", ["x", "axis"], ["y"])], constants={"axis": np.array(1)})

@@ -51,7 +51,20 @@ class Attending(torch.nn.Module):
         return torch.maximum(x.mean(1), -x.amax(1)).sigmoid() * 3 - torch.nn.functional.silu(x[:, 0])
 
 
+class Named(torch.nn.Module):
+    """Submodules named as ours once were, and a norm whose weight is computed from the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.aggregate, self.tables = PoM(12, 2, 2), torch.nn.Linear(12, 12), torch.nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tables(100 * self.aggregate(x)) + self.mixer(x)
+        return torch.nn.functional.layer_norm(x, (12,), weight=x[0, 0] + 3)
+
+
 SUBJECTS: dict[str, Any] = {
+    "names": lambda: (Named(), {"x": torch.randn(2, 9, 12)}, False),
     "encoder": lambda: (
         build_model(ModelConfig(kind="encoder", dim=16, depth=2, input_dim=6, n_sel_heads=4, degree=4)),
         {"x": torch.randn(2, 9, 6), "mask": torch.ones(2, 9)},

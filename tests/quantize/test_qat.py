@@ -11,6 +11,7 @@ from pom_edge.errors import InputError
 from pom_edge.mixer import PoM
 from pom_edge.quantize import prepare_qat
 from tests.mixers import lively
+from tests.oracle import snr_db
 
 
 class Small(nn.Module):
@@ -88,3 +89,29 @@ def test_refusals() -> None:
         prepare_qat(nn.Sequential(nn.ReLU()), {"input": X})
     with pytest.raises(InputError, match="'nothing' is none of the layers"):
         prepare_qat(_model(), {"x": X[:2]}, keep_float=["nothing"])
+
+
+def test_batch_norms_keep_their_statistics() -> None:
+    """They are those of the checkpoint, as in the file: training does not see others, and leaves them alone."""
+    torch.manual_seed(0)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mixer = nn.BatchNorm1d(12), PoM(12, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mixer(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    model = Normed()
+    nn.init.normal_(model.mixer.po_coeff)
+    for _ in range(20):
+        model(3 * torch.randn(16, 8, 12) + 1)
+    model.eval()
+    x = 3 * torch.randn(4, 8, 12) + 1
+    training = prepare_qat(model, {"x": x})
+    for _ in range(3):
+        training(x)
+    with torch.no_grad():
+        assert snr_db(training(x).numpy(), model(x).numpy()) > 25
+        assert torch.equal(training.finished()(x), model(x))
