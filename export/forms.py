@@ -21,7 +21,7 @@ from pom_edge.errors import InputError
 from pom_edge.export import patches
 from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, fixed_tokens, make_inputs, plan_axes
 from pom_edge.export.lowering import Aggregate, lower
-from pom_edge.export.onnx_graph import Boundary
+from pom_edge.export.onnx_graph import Boundary, accepting
 from pom_edge.export.recurrent import NEXT, STATE, make_recurrent
 from pom_edge.export.reference import Arrays, FrameSession, RaggedSession, Reference, TorchSession, named_outputs
 from pom_edge.export.streamed import StepCheck
@@ -186,7 +186,7 @@ def recurrent(
     stepped, mixers = make_recurrent(model, frames, ragged)
     axes = plan_axes(example, batch, tokens)
     traced = _traceable(example, axes, batch, tokens)
-    with torch.no_grad():
+    with accepting(traced):
         outputs = named_outputs(stepped(**traced))
     rows = {name: axis_sizes(traced, free)[TOKENS] for name in outputs}
     for name, value in outputs.items():

@@ -116,6 +116,23 @@ def _drop_outputs(model: ir.Model, kept: int) -> None:
         model.graph.outputs.pop()
 
 
+@contextlib.contextmanager
+def accepting(inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run a model on its example inputs, without gradients.
+
+    Raises:
+        InputError: it does not accept them.
+    """
+    try:
+        with torch.no_grad():
+            yield
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's model can raise
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+        raise InputError(f"the model does not accept its example inputs, {shapes}: {_first_lines(error, 2)}") from error
+
+
 class Boundary(nn.Module):
     """The traced module: inputs by name in, outputs and taps as one flat tuple out."""
 
@@ -136,14 +153,8 @@ class Boundary(nn.Module):
         Raises:
             InputError: it does not accept the inputs.
         """
-        try:
-            with torch.no_grad():
-                names, taps = (list(tensors) for tensors in self.run(inputs))
-        except InputError:
-            raise
-        except Exception as error:  # whatever a user's model can raise
-            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
-            raise InputError(f"the model does not accept its example inputs, {shapes}: {_first_lines(error, 2)}") from error
+        with accepting(inputs):
+            names, taps = (list(tensors) for tensors in self.run(inputs))
         taken = sorted(set(names) & set(inputs))
         if taken:
             raise InputError(f"output {', '.join(taken)} of the model has the name of an input; a graph needs other names")

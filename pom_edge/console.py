@@ -215,10 +215,33 @@ def print_info(facts: dict[str, Any]) -> None:
     for artifact in facts.get("artifacts", []):
         print(f"\n{artifact['file']}")
         for key, value in artifact.items():
-            if key not in ("file", "ranges") and value not in (None, {}, []):
+            if key not in ("file", "ranges", "quantization") and value not in (None, {}, []):
                 print(f"  {key:16} {_inline(value)}")
+        if artifact.get("quantization"):
+            print_quantization(artifact["quantization"])
         if artifact.get("ranges"):
             print_ranges(artifact["ranges"])
+
+
+def print_quantization(found: dict[str, Any]) -> None:
+    """What became of each layer or weight, and what it costs alone."""
+    if "layers" in found:
+        data = f"{found['samples']} samples ({found['calibration']})"
+        said = f"calibrated on {data}, {found['observer']}, {found['weights']} weights"
+        rows = [(r["layer"], r["why"] or _KINDS[r["kind"]], r["snr_db"]) for r in found["layers"]]
+    else:
+        said, floats = "weights alone as integers", found.get("kept_float", [])
+        rows = [(r["name"], f"{r['bits']} bits", r["snr_db_alone"]) for r in found["weights"]]
+        rows += [(name, "kept in float", None) for name in floats]
+    table = Table(title=said, title_justify="left")
+    for name in ("layer", "kept as", "SNR alone"):
+        table.add_column(name, overflow="fold")
+    for layer, kept, alone in rows:
+        table.add_row(layer, kept, "-" if alone is None else f"{alone:.1f} dB")
+    _console().print(table)
+
+
+_KINDS = {"gemm": "INT8", "weight": "INT8 weight", "float": "kept in float"}
 
 
 def print_bench(report: BenchReport) -> None:

@@ -19,6 +19,7 @@ from tests.oracle import relative_error
 pytestmark = pytest.mark.slow
 
 RELATIVE_ERROR = 1e-5
+GATES_DB = {"fp32": 90, "fp16": 45, "bf16": 30, "int8": 20}
 
 
 @pytest.mark.parametrize("name", PARALLEL)
@@ -29,6 +30,9 @@ def test_recording_survives_the_export(name: str, tmp_path: Path) -> None:
     inputs = {key: value.astype(np.float32) if key == "mask" else value for key, value in case.inputs.items()}
     np.savez(tmp_path / "example.npz", **inputs)
     arguments = ["export", str(tmp_path / "layer.pt"), "--example", str(tmp_path / "example.npz"), "--json"]
+    arguments += ["--calibration", str(tmp_path / "example.npz")]
+    for precision in GATES_DB:
+        arguments += ["--precision", precision]
     if case.causal:
         arguments += ["--mask", "causal"]
     if case.config["rotary"] is not None:
@@ -53,9 +57,11 @@ def _run_and_compare(name: str, arguments: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    (artifact,) = report["artifacts"]
-    assert report["passed"] and artifact["parity"]["snr_db"] >= artifact["parity"]["gate_db"] == 90
-    assert all(entry["caught"] is not False for entry in artifact["parity"]["vacuity"])
+    assert report["passed"]
+    for artifact, (precision, gate_db) in zip(report["artifacts"], GATES_DB.items(), strict=True):
+        parity = artifact["parity"]
+        assert artifact["precision"] == precision and parity["snr_db"] >= parity["gate_db"] == gate_db
+        assert parity["nonfinite"] == 0 and all(entry["caught"] is not False for entry in parity["vacuity"])
     with open_session(tmp_path / "layer.pom") as session:
         y = session.run_named(recording.case.inputs)["y"]
     assert relative_error(y, recording.y.astype(np.float64)) <= RELATIVE_ERROR

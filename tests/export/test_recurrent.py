@@ -14,6 +14,8 @@ from pom_edge import PoM, build_model, export_bundle, open_session
 from pom_edge.arrays import read_safetensors, write_safetensors
 from pom_edge.bundle import Bundle
 from pom_edge.errors import GateError, InputError
+from pom_edge.export.forms import recurrent
+from pom_edge.export.inputs import Extent
 from pom_edge.export.recurrent import NEXT, STATE, make_recurrent
 from pom_edge.mixer import CumulativePoM
 from pom_edge.models import ModelConfig
@@ -391,3 +393,9 @@ def test_models_without_a_recurrent_form(make: Any, options: Any, message: str, 
 def test_a_parallel_artifact_keeps_nothing(encoder_pom: Path) -> None:
     with open_session(encoder_pom) as session, pytest.raises(InputError, match=r"step\(\) has no meaning.*--form recurrent"):
         session.step(np.zeros((1, 2, 12), np.float32))
+
+
+def test_ids_beyond_the_vocabulary_are_one_message() -> None:
+    model = build_model(ModelConfig(kind="lm", vocab_size=20, dim=16, depth=1))
+    with pytest.raises(InputError, match="does not accept its example inputs, x"):
+        recurrent(model, {"x": torch.full((2, 8), 20)}, Extent(), Extent())
