@@ -21,8 +21,8 @@ import onnxruntime
 _WIDENED = "InsertedPrecisionFreeCast_"
 _NCHWC = "com.microsoft.nchwc"  # convolutions on blocked channels, where the CPU's vectors allow it
 # Tensors as large as the output that a kernel makes for itself, before it (core/providers/cpu/tensor/where_op.cc: one choice of
-# each side). LeakyRelu in FP16 becomes one: it has no kernel.
-_TEMPORARIES = {"Where": 2}
+# each side; contrib_ops/cpu/bert/bias_gelu.cc: the sum with the bias). LeakyRelu in FP16 becomes a Where: it has no kernel.
+_TEMPORARIES = {"Where": 2, "BiasGelu": 1}
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 
 __all__ = ["arena_plan"]

@@ -338,6 +338,7 @@ def _tidy(graph: Graph, prefix: str) -> Graph:
     """Name nodes by module path, drop what taps left behind, strip everything that speaks of this machine."""
     with graph.tapped() as model:
         RemoveUnusedNodesPass()(model)
+    _fuse_gelu(graph.model)
     counts: Counter[str] = Counter()
     for node in graph.model.graph:
         path = _module_path(node, prefix)
@@ -358,6 +359,42 @@ def _tidy(graph: Graph, prefix: str) -> Graph:
     graph.model.graph.name = "pom_edge"
     graph.model.doc_string = None
     return graph
+
+
+def _fuse_gelu(model: ir.Model) -> None:
+    """x (0.5 (1 + erf(x / sqrt 2)))  ->  0.5 (x (1 + erf(x / sqrt 2))), the same bits: a half is exact.
+
+    torch.onnx writes the first at opset 18, ONNX Runtime (1.32) fuses the second alone: a third of the time, no temporaries.
+    """
+    for outer in list(model.graph):
+        for at, inner in enumerate(value.producer() if value is not None else None for value in outer.inputs):
+            if outer.op_type != "Mul" or inner is None or inner.op_type != "Mul" or len(inner.outputs[0].uses()) != 1:
+                continue
+            x = outer.inputs[1 - at]
+            halves = [i for i, value in enumerate(inner.inputs) if _is_number(value, 0.5)]
+            if x is None or len(halves) != 1 or not _one_plus_erf(inner.inputs[1 - halves[0]], x):
+                continue
+            half = inner.inputs[halves[0]]
+            inner.replace_input_with(halves[0], x)
+            outer.replace_input_with(1 - at, half)
+            break
+
+
+def _one_plus_erf(value: ir.Value | None, x: ir.Value) -> bool:
+    """Whether a value is 1 + erf(x / c)."""
+    add = None if value is None else value.producer()
+    if add is None or add.op_type != "Add" or not any(_is_number(v, 1.0) for v in add.inputs):
+        return False
+    erfs = [v.producer() for v in add.inputs if v is not None and v.producer() is not None]
+    erf = erfs[0] if erfs else None
+    inside = erf.inputs[0] if erf is not None and erf.op_type == "Erf" else None
+    scaled = inside.producer() if inside is not None else None
+    return scaled is not None and scaled.op_type in ("Div", "Mul") and scaled.inputs[0] is x
+
+
+def _is_number(value: ir.Value | None, number: float) -> bool:
+    constant = None if value is None else value.const_value
+    return constant is not None and constant.size == 1 and float(constant.numpy().reshape(())) == number
 
 
 def _module_path(node: ir.Node, prefix: str) -> str:

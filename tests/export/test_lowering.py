@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pom_edge.export import lowering
+from pom_edge.export.forms import parallel
+from pom_edge.export.inputs import Extent
+from pom_edge.export.onnx_graph import export_graph, save_graph
 from pom_edge.mixer import CumulativePoM, PoM, horner
+from pom_edge.models import ModelConfig, build_model
 from pom_edge.rotary import cos_sin, frequencies, rotate
 
 EXACT = 1e-12  # float64 rounding of sums of a few thousand terms
@@ -161,3 +167,19 @@ def test_a_wrong_rewrite_would_be_seen() -> None:
         lowered.ag_weight[1] = 0  # type: ignore[index,operator]
     x = torch.randn(2, 11, 8)
     assert _relative_error(lowered(x), layer(x)) > 1e-2
+
+
+def test_gelu_is_one_operator_in_the_runtime(tmp_path: Path) -> None:
+    """The graph keeps to the standard, in the order that ONNX Runtime recognises; as torch writes it, it is five passes."""
+    from onnx import load
+
+    model = build_model(ModelConfig(kind="encoder", dim=16, depth=2, input_dim=8))
+    plan = parallel(model, {"x": torch.randn(2, 9, 8)}, Extent(), Extent())
+    graph = export_graph(plan.model, plan.mixers, plan.example, plan.axes)
+    assert {node.domain for node in graph.model.graph} == {""}
+    save_graph(graph.model, tmp_path / "g.onnx", {})
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(str(tmp_path / "g.onnx"), options, providers=["CPUExecutionProvider"])
+    operators = [node.op_type for node in load(str(tmp_path / "optimized.onnx")).graph.node]
+    assert "Erf" not in operators and sum(name in ("Gelu", "BiasGelu") for name in operators) == 2
