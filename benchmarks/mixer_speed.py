@@ -66,11 +66,15 @@ def _model(nodes: list[Any], weights: dict[str, np.ndarray], shape: list[Any]) -
     return bytes(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
 
 
-def open_graph(model: str | bytes, threads: int) -> Graph:
-    """A session whose threads do not spin: several sessions in one process disturb each other otherwise."""
+def open_graph(model: str | bytes, threads: int, ours: bool) -> Graph:
+    """A session whose threads do not spin: several sessions in one process disturb each other otherwise.
+
+    Our graph has the memory options of our sessions, the others keep the runtime's own.
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.enable_mem_pattern = options.enable_mem_reuse = False
+    if ours:
+        options.enable_mem_pattern = options.enable_mem_reuse = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return lambda x: session.run(None, {"x": x})
@@ -93,7 +97,7 @@ def graphs(threads: int, folder: Path) -> dict[str, Graph]:
         "published": str(folder / "published.onnx"),
         "attention": attention(),
     }
-    return {name: open_graph(model, threads) for name, model in made.items()}
+    return {name: open_graph(model, threads, name == "ours") for name, model in made.items()}
 
 
 def measure(runs: dict[str, Graph], tokens: int, rounds: int) -> dict[str, list[float]]:
