@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pom_edge.bundle import MANIFEST
-from pom_edge.errors import InputError, PomError
+from pom_edge.bundle import MANIFEST, is_bundle
+from pom_edge.errors import InputError, MissingToolError, PomError
 from pom_edge.metric import Metric
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -122,10 +122,12 @@ def _root(show_version: Version = False) -> None:
 @app.command("export")
 @_reported
 def export_command(
-    model: Annotated[Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2", show_default=False)],
-    target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
+    model: Annotated[
+        Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2; a .pom gets engines", show_default=False)
+    ],
+    target: Annotated[list[str] | None, typer.Option(help="onnx, trt, rtx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32]")
+        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32; engines: fp16]")
     ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
@@ -152,6 +154,15 @@ def export_command(
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
     ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="rtx: GPU generation as 8.9 (repeatable).  [default: the GPU here, else 8.6 and 8.9]"),
+    ] = None,
+    workspace: Annotated[str | None, typer.Option(help="trt, rtx: scratch memory of kernels (512MiB).")] = None,
+    optimization_level: Annotated[int | None, typer.Option(help="trt, rtx: 0 (fast build) to 5.")] = None,
+    refit: Annotated[bool, typer.Option("--refit", help="trt, rtx: weights can be replaced; slower.")] = False,
+    version_compatible: Annotated[bool, typer.Option("--version-compatible", help="trt: for later versions; slower.")] = False,
+    hardware_compatible: Annotated[bool, typer.Option("--hardware-compatible", help="trt: for other GPUs; slower.")] = False,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: Json = False,
@@ -159,13 +170,14 @@ def export_command(
 ) -> None:
     """Export a trained model to a bundle of verified artifacts."""
     from pom_edge.console import Progress, print_export
-    from pom_edge.pipeline import ExportOptions, export_file, load_torch
+    from pom_edge.pipeline import ExportOptions, default_precisions, export_file, load_torch
     from pom_edge.runtimes.memory import parse_size
 
-    load_torch()
+    if not is_bundle(model):
+        load_torch()
     options = ExportOptions(
         targets=tuple(target or ["onnx"]),
-        precisions=tuple(precision or ["fp32"]),
+        precisions=tuple(precision or default_precisions(target or ["onnx"])),
         form=form,
         tokens=tokens,
         batch=batch,
@@ -185,6 +197,12 @@ def export_command(
         int8_weights=int8_weights,
         remainder=remainder,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
+        compute_capability=tuple(compute_capability or ()),
+        workspace=None if workspace is None else parse_size(workspace, "--workspace"),
+        optimization_level=optimization_level,
+        refit=refit,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
         overwrite=overwrite,
     )
     # what a factory or a library prints does not belong into the JSON
@@ -194,6 +212,8 @@ def export_command(
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_export(report)
+    if report.missing:
+        raise typer.Exit(MissingToolError.exit_code)
 
 
 @app.command()

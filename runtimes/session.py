@@ -20,7 +20,7 @@ from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
 
-RUNTIMES = ("ort",)
+RUNTIMES = ("ort", "trt", "rtx")
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
@@ -149,12 +149,7 @@ class Session(ABC):
         The number of sequences is that of the first chunk, until :meth:`reset`.
         """
         self._must_be_recurrent("step")
-        named = self._validate(self._with_mask(self._named(x, inputs)), self.inputs)
-        for name, array in named.items():
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise InputError(
-                    f"input {name!r} contains NaN or infinity, which the state would carry for ever; the stream is unchanged"
-                )
+        named = self._chunk(x, inputs)
         if self._state is None:
             self._state = empty_state(self.artifact.inputs, self._batch(named))
         outputs = self.execute({**named, **self._state})
@@ -162,6 +157,20 @@ class Session(ABC):
         if not all(np.isfinite(array).all() for array in following.values()):
             raise InputError("the chunk drives the state beyond what FP32 holds, where it would stay; the stream is unchanged")
         self._state = following
+        return self._answer(outputs)
+
+    def _chunk(self, x: np.ndarray | None, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The next chunk of a stream, validated."""
+        named = self._validate(self._with_mask(self._named(x, inputs)), self.inputs)
+        for name, array in named.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InputError(
+                    f"input {name!r} contains NaN or infinity, which the state would carry for ever; the stream is unchanged"
+                )
+        return named
+
+    @staticmethod
+    def _answer(outputs: Mapping[str, np.ndarray]) -> np.ndarray | dict[str, np.ndarray]:
         return _only({name: array for name, array in outputs.items() if not is_state(name)})
 
     def stream(self, chunks: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> Iterator[np.ndarray | dict[str, np.ndarray]]:
@@ -339,7 +348,7 @@ def open_session(
 
     Args:
         path: the ``.pom`` folder; its hashes are verified before any native parser sees a byte.
-        runtime: ``"ort"`` (ONNX Runtime, CPU).
+        runtime: ``"ort"`` (ONNX Runtime, CPU), ``"trt"`` or ``"rtx"`` (an engine of that target, on a GPU).
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
@@ -354,20 +363,27 @@ def open_session(
     from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
 
     bundle = Bundle.open(Path(path))
-    chosen = select_artifact(bundle, OnnxRuntimeSession.extension, artifact)
+    compiled = runtime in ("trt", "rtx")
+    chosen = select_artifact(
+        bundle, ".engine" if compiled else OnnxRuntimeSession.extension, artifact, runtime if compiled else None
+    )
     if spill is not None and chosen.stream is None:
         raise InputError(f"spill is for the streamed form, {chosen.file} is of the {chosen.form} form; leave it out")
+    if compiled:
+        from pom_edge.runtimes.tensorrt_session import TensorRTSession
+
+        return TensorRTSession(bundle, chosen, None if spill is None else Path(spill))
     return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill))
 
 
-def select_artifact(bundle: Bundle, extension: str, name: str | None) -> Artifact:
-    """The artifact to run: by name, or the first with the runtime's extension.
+def select_artifact(bundle: Bundle, extension: str, name: str | None, target: str | None = None) -> Artifact:
+    """The artifact to run: by name, or the first with the runtime's extension, and of its target where several share one.
 
     Raises:
         InputError: none, or none of that name.
     """
     fitting = [artifact for artifact in bundle.manifest.artifacts if artifact.file.endswith(extension)]
-    found = [artifact for artifact in fitting if name in (None, artifact.file)]
+    found = [artifact for artifact in fitting if name in (None, artifact.file) and target in (None, artifact.target)]
     if not found:
         files = ", ".join(artifact.file for artifact in bundle.manifest.artifacts) or "none"
         wanted = f"no artifact {name!r}" if name else f"no {extension} artifact"
