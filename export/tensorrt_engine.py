@@ -129,9 +129,9 @@ def build_engine(job: EngineJob, say: Any = None) -> dict[str, Any]:
     _configure(trt, config, job)
     _add_profile(builder, config, job)
     config.progress_monitor = monitor = _monitor(trt, say)
-    cache = _TimingCache(trt, config, job, gpu)
+    timing = _TimingCache(trt, config, job, gpu)
     start = time.perf_counter()
-    with cache:
+    with timing:
         serialized = builder.build_serialized_network(network, config)
     if serialized is None:
         raise GateError(explain_failure(NAMES[job.target], trt.__version__, logger.lines))
@@ -150,7 +150,7 @@ def build_engine(job: EngineJob, say: Any = None) -> dict[str, Any]:
         "bytes": serialized.nbytes,
         "seconds": round(seconds, 3),
         "peak_bytes": _peak_bytes(),
-        "timing_cache": cache.what,
+        "timing_cache": timing.what,
         "steps": monitor.steps,
         "warnings": logger.warnings(),
     }
@@ -450,9 +450,9 @@ def main() -> int:
 
     try:
         facts = build_engine(EngineJob.from_json(sys.stdin.read()), lambda text: tell("progress", text))
-    except PomError as error:
-        tell("error", {"kind": type(error).__name__, "message": str(error)})
-        return error.exit_code
+    except PomError as failure:
+        tell("error", {"kind": type(failure).__name__, "message": str(failure)})
+        return failure.exit_code
     tell("done", facts)
     return 0
 

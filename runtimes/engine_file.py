@@ -64,14 +64,17 @@ def deserialise(trt: Any, target: str, logger: Any, runtime: Any, path: Path) ->
         MissingToolError: the driver is missing or too old.
     """
     logger.lines.clear()
-    engine = None
-    if hasattr(trt, "IStreamReaderV2"):  # no second copy of the plan in memory
-        with _reader(trt, path) as reader:
-            engine = runtime.deserialize_cuda_engine(reader)
-    else:
-        engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    raised = []
+    try:
+        if hasattr(trt, "IStreamReaderV2"):  # no second copy of the plan in memory
+            with _reader(trt, path) as reader:
+                engine = runtime.deserialize_cuda_engine(reader)
+        else:
+            engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    except RuntimeError as error:  # TensorRT-RTX 1.7 raises where it reads from a stream, and answers None where it does not
+        engine, raised = None, [str(error)]
     if engine is None:
-        raise _why(trt, target, path.name, logger.errors())
+        raise _why(trt, target, path.name, [*raised, *logger.errors()])
     return engine
 
 
@@ -80,7 +83,7 @@ def _why(trt: Any, target: str, file: str, errors: list[str]) -> BundleError | M
     name, told = NAMES[target], " | ".join(errors[:3]) or "no reason given"
     where = f"{name} {trt.__version__} ({library_path(trt) or 'library not found'})"
     text = " ".join(errors).lower()
-    if "cudaerror 35" in text or "driver version is insufficient" in text:
+    if any(words in text for words in ("cudaerror 35", "driver version is insufficient", "open cuda driver")):
         return MissingToolError(
             f"{where} cannot open {file}: the NVIDIA driver is missing or too old; update it. It says: {told}"
         )

@@ -5,11 +5,14 @@
 The bindings wheels (tensorrt-cu12-bindings and its like, 1.3 MB) need no GPU. They do need the names of the native libraries to
 resolve: an empty shared object with the symbols that `nm -D --undefined-only tensorrt.so` lists (createInferBuilder_INTERNAL
 and eight more), under the names of `readelf -d tensorrt.so`, in LD_LIBRARY_PATH is enough to enumerate, and for nothing else.
+
+    python tests/data/tensorrt_api/describe.py cuda.bindings.runtime > tests/data/tensorrt_api/cuda-12.9.0.json
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import re
 import sys
@@ -64,8 +67,25 @@ def describe_class(kind: type) -> dict[str, Any]:
     return members
 
 
+def describe_cuda(module: Any) -> dict[str, Any]:
+    """Argument names of the runtime's functions, from the first line of each docstring; its enums."""
+    families = ("cudaMalloc", "cudaFree", "cudaMemcpy", "cudaStream", "cudaGraph", "cudaGetLastError")
+    functions, enums = {}, {}
+    for name in dir(module):
+        value = getattr(module, name)
+        if hasattr(value, "__members__") and name.startswith(("cudaMemcpyKind", "cudaStreamCaptureMode")):
+            enums[name] = sorted(value.__members__)
+        elif name.startswith(families) and callable(value) and (value.__doc__ or "").startswith(name + "("):
+            text = value.__doc__.splitlines()[0].partition("(")[2].rpartition(")")[0]
+            functions[name] = " ".join(part.split(":")[0].split()[-1] for part in text.split(",") if part.strip())
+    return {"version": importlib.metadata.version("cuda-bindings"), "functions": functions, "enums": enums}
+
+
 def main(module_name: str) -> None:
     module = importlib.import_module(module_name)
+    if module_name.startswith("cuda"):
+        print(json.dumps(describe_cuda(module), sort_keys=True, indent=0))
+        return
     facts = {
         "version": module.__version__,
         "classes": {name: describe_class(getattr(module, name)) for name in CLASSES if hasattr(module, name)},
