@@ -30,7 +30,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Bundle = Annotated[Path, typer.Argument(help="A .pom bundle.", show_default=False)]
-Runtime = Annotated[str, typer.Option(help="Runtime that executes the artifact.")]
+Runtime = Annotated[str, typer.Option(help="ort, ort-cuda, ort-trt (ONNX Runtime), trt, rtx (engines).")]
 Artifact = Annotated[str | None, typer.Option(help="File name of the artifact, when the bundle holds several.")]
 Spill = Annotated[Path | None, typer.Option(help="Streamed: folder for the tokens between passes (default: in memory).")]
 Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; default: its own choice.", min=1)]
@@ -351,13 +351,18 @@ def info(
     ranges: Annotated[
         bool, typer.Option("--ranges", help="Half precision: how large values get, and what stays FP32.")
     ] = False,
+    trtexec: Annotated[bool, typer.Option("--trtexec", help="The trtexec command lines, for TensorRT 10 and 11.")] = False,
+    raw: Annotated[Path | None, typer.Option(help="With --trtexec: write golden data as .bin files into this folder.")] = None,
+    artifact: Artifact = None,
     as_json: Json = False,
 ) -> None:
     """What a bundle or a checkpoint holds."""
     from pom_edge.console import print_info
-    from pom_edge.inspection import describe
+    from pom_edge.inspection import describe, describe_trtexec
 
-    facts = describe(path, ranges)
+    if not trtexec and (raw is not None or artifact is not None):
+        raise InputError("--raw and --artifact are for --trtexec")
+    facts = describe_trtexec(path, artifact, raw) if trtexec else describe(path, ranges)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

@@ -38,7 +38,7 @@ MISSING = {
 INSTALL = {"trt": "", "rtx": "pip install 'pom-edge[rtx]' && "}
 Step = Callable[[str], None]
 
-__all__ = ["COMPILED", "Compiled", "EngineOptions", "compile_bundle"]
+__all__ = ["COMPILED", "Compiled", "EngineOptions", "compile_bundle", "profile_shapes"]
 
 
 @dataclass(frozen=True)
@@ -380,6 +380,13 @@ def _profile(specs: Sequence[TensorSpec], sizes: Mapping[str, Extent]) -> dict[s
         high = [dim if isinstance(dim, int) else sizes[dim].maximum or sizes[dim].minimum for dim in spec.shape]
         shapes[spec.name] = (low, usual, high)
     return shapes
+
+
+def profile_shapes(
+    bundle: Bundle, source: Artifact, options: EngineOptions
+) -> dict[str, tuple[list[int], list[int], list[int]]]:
+    """The shapes that a build of this graph would be given, by input: MIN, OPT, MAX."""
+    return _profile(source.inputs, _sizes(bundle, source, options)[0])
 
 
 def _spec(spec: TensorSpec, sizes: Mapping[str, Extent]) -> TensorSpec:

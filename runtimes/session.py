@@ -20,7 +20,7 @@ from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
 
-RUNTIMES = ("ort", "trt", "rtx")
+RUNTIMES = ("ort", "ort-cuda", "ort-trt", "trt", "rtx")
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
@@ -348,7 +348,8 @@ def open_session(
 
     Args:
         path: the ``.pom`` folder; its hashes are verified before any native parser sees a byte.
-        runtime: ``"ort"`` (ONNX Runtime, CPU), ``"trt"`` or ``"rtx"`` (an engine of that target, on a GPU).
+        runtime: ``"ort"`` (ONNX Runtime, CPU), ``"ort-cuda"`` or ``"ort-trt"`` (its GPU providers), ``"trt"`` or ``"rtx"`` (an
+            engine of that target, on a GPU).
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
@@ -373,7 +374,7 @@ def open_session(
         from pom_edge.runtimes.tensorrt_session import TensorRTSession
 
         return TensorRTSession(bundle, chosen, None if spill is None else Path(spill))
-    return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill))
+    return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill), runtime)
 
 
 def select_artifact(bundle: Bundle, extension: str, name: str | None, target: str | None = None) -> Artifact:
