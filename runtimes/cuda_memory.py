@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pom_edge.errors import InputError, MissingToolError
+from pom_edge.errors import InputError, MissingToolError, PomError
 from pom_edge.system import human_bytes
 
 ALIGNMENT = 256
@@ -25,7 +25,6 @@ class Cuda:
     def __init__(self) -> None:
         self._api = _import()
         self.stream: Any = _checked(self._api.cudaStreamCreate())
-        self._graphs: list[Any] = []
 
     @property
     def handle(self) -> int:
@@ -63,27 +62,29 @@ class Cuda:
         """What ``enqueue`` queues as one graph, not run yet; None where it cannot be captured."""
         mode = self._api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         _checked(self._api.cudaStreamBeginCapture(self.stream, mode))
+        refused = False
         try:
             enqueue()
-        finally:
-            ended = self._api.cudaStreamEndCapture(self.stream)
-        if int(ended[0]) != 0:
+        except PomError:  # it runs all the same, without a graph
+            refused = True
+        ended = self._api.cudaStreamEndCapture(self.stream)
+        if refused or int(ended[0]) != 0:
             self._api.cudaGetLastError()  # a failed capture stays as the last error otherwise
             return None
         graph = _checked(self._api.cudaGraphInstantiate(ended[1], 0))
         _checked(self._api.cudaGraphDestroy(ended[1]))
-        self._graphs.append(graph)
         return graph
 
     def launch(self, graph: Any) -> None:
         """Queue a captured graph."""
         _checked(self._api.cudaGraphLaunch(graph, self.stream))
 
+    def release(self, graph: Any) -> None:
+        """Give a captured graph back."""
+        _checked(self._api.cudaGraphExecDestroy(graph))
+
     def close(self) -> None:
-        """Give graphs and stream back."""
-        for graph in self._graphs:
-            _checked(self._api.cudaGraphExecDestroy(graph))
-        self._graphs = []
+        """Give the stream back."""
         if self.stream is not None:
             _checked(self._api.cudaStreamDestroy(self.stream))
             self.stream = None

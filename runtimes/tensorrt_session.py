@@ -77,6 +77,8 @@ class TensorRTSession(Session):
         return self._arena.size
 
     def _run_graph(self, index: int, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._on_device:  # a run of its own, whose state takes the place of the stream's
+            self._fetch()
         outputs = self._graph(index).run(inputs)
         return {name: outputs[name] for name in names}
 
@@ -117,9 +119,14 @@ class TensorRTSession(Session):
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """As :meth:`Session.save_state`."""
-        if self._state is not None and self._on_device:
-            self._state = self._graph(0).get(self._state)
+        if self._on_device:
+            self._fetch()
         super().save_state(path)
+
+    def _fetch(self) -> None:
+        """The stream's state back to this side; the next step takes it there again."""
+        self._state = self._graph(0).get(self._state or {})
+        self._on_device = False
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """As :meth:`Session.load_state`."""
@@ -164,6 +171,8 @@ class _Graph:
         self._key: tuple[Any, ...] = ()
         self._runs = 0
         self._captured: Any = None
+        self._on_host = {name for name in names if engine.get_tensor_location(name) == trt.TensorLocation.HOST}  # shapes
+        self._hosted: Arrays = {}
 
     def run(self, inputs: Arrays, on_device: Arrays | None = None) -> Arrays:
         """Run once.
@@ -177,9 +186,11 @@ class _Graph:
         """
         state = on_device or {}
         shapes = {name: (inputs.get(name) if name in inputs else state[name]).shape for name in self._inputs}  # type: ignore[union-attr]
+        self._hosted = {name: np.ascontiguousarray(inputs[name]) for name in self._on_host if name in inputs}
         outputs = self._shaped(shapes)
         for name, array in inputs.items():
-            self._cuda.upload(self._buffers[name].address, array)
+            if name not in self._on_host:
+                self._cuda.upload(self._buffers[name].address, array)
         self._enqueue()
         wanted = {name: array for name, array in outputs.items() if not (state and is_state(name))}
         for name, array in wanted.items():
@@ -209,7 +220,7 @@ class _Graph:
         return found
 
     def close(self) -> None:
-        self._captured = None
+        self._forget()
         self._context = None
         self._engine = None
         for buffer in self._buffers.values():
@@ -221,6 +232,10 @@ class _Graph:
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
                 raise InputError(f"input {name!r} has shape {shape}, which {self._file} was not built for")
+            itemsize = np.dtype(self._trt.nptype(engine.get_tensor_dtype(name))).itemsize
+            size = int(np.prod(shape, dtype=np.int64)) * itemsize
+            hosted = self._hosted.get(name)
+            context.set_tensor_address(name, self._buffers[name].reserve(size) if hosted is None else hosted.ctypes.data)
         missing = context.infer_shapes()
         if missing:
             raise InputError(f"{self._file}: TensorRT cannot infer shapes, these inputs are not known: {', '.join(missing)}")
@@ -228,24 +243,27 @@ class _Graph:
         for name in self._outputs:  # asked anew: an output is not always as large as it may get (TensorRT#4035)
             shape = tuple(context.get_tensor_shape(name))
             outputs[name] = np.empty(shape, self._trt.nptype(engine.get_tensor_dtype(name)))
-        sizes = {name: outputs[name].nbytes for name in self._outputs}
-        for name in self._inputs:
-            itemsize = np.dtype(self._trt.nptype(engine.get_tensor_dtype(name))).itemsize
-            sizes[name] = int(np.prod(shapes[name], dtype=np.int64)) * itemsize
-        for name, size in sizes.items():
-            context.set_tensor_address(name, self._buffers[name].reserve(size))
+            context.set_tensor_address(name, self._buffers[name].reserve(outputs[name].nbytes))
         scratch = context.update_device_memory_size_for_shapes() or engine.device_memory_size_v2
         context.set_device_memory(self._arena.reserve(scratch), self._arena.size)
-        addresses = (self._arena.address, *(self._buffers[name].address for name in sizes))
+        addresses = (self._arena.address, *(buffer.address for buffer in self._buffers.values()))
         key = (*sorted(shapes.items()), addresses)
         if key != self._key:
-            self._key, self._runs, self._captured = key, 0, None
+            self._forget()
+            self._key, self._runs = key, 0
         return outputs
+
+    def _forget(self) -> None:
+        if self._captured is not None:
+            self._cuda.release(self._captured)
+            self._captured = None
 
     def _enqueue(self) -> None:
         """The first run with these shapes is plain (it may allocate), the second is captured, later ones are launched."""
         self._runs += 1
-        if self._runs == 2:
+        context = self._context
+        capturable = not hasattr(context, "is_stream_capturable") or context.is_stream_capturable(self._cuda.handle)
+        if self._runs == 2 and capturable and not self._on_host:
             self._captured = self._cuda.capture(self._execute)
         if self._captured is not None:
             self._cuda.launch(self._captured)
