@@ -7,18 +7,16 @@ The tensor names carry the meaning (see docs/bundle.md): ``x``, ``context``, ``m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pom_edge.errors import InputError
+from pom_edge.extent import Extent
 from pom_edge.generated import Recipe, generate, recipe_like
 from pom_edge.system import memory_bytes
 
 BATCH, TOKENS, CONTEXT = "batch", "tokens", "context_tokens"
-
-MAX_LENGTH = 2**31 - 1
 
 Axes = dict[str, list[int | str]]  # input name -> for each dimension a number or the name of a free axis
 
@@ -35,45 +33,6 @@ __all__ = [
     "plan_axes",
     "plan_inputs",
 ]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How long an axis may be: fixed, or between a minimum and a maximum (None: no bound)."""
-
-    minimum: int = 1
-    optimum: int | None = None
-    maximum: int | None = None
-
-    @property
-    def fixed(self) -> bool:
-        """One length only."""
-        return self.maximum is not None and self.minimum == self.maximum
-
-    def admits(self, length: int) -> bool:
-        """Whether the axis may be ``length`` long."""
-        return self.minimum <= length and (self.maximum is None or length <= self.maximum)
-
-    @classmethod
-    def parse(cls, text: str | int | None, option: str) -> Extent:
-        """``"64"`` fixes the axis, ``"1:64:4096"`` bounds it, None leaves it free.
-
-        Raises:
-            InputError: not of that form, or lengths below 1 or out of order.
-        """
-        if text is None:
-            return cls()
-        parts = str(text).split(":")
-        expected = f"{option} takes N or MIN:OPT:MAX with 1 <= MIN <= OPT <= MAX, for example 64 or 1:64:4096"
-        try:
-            numbers = [int(part) for part in parts]
-        except ValueError:
-            raise InputError(f"{option} is {text!r}; {expected}") from None
-        if len(numbers) not in (1, 3) or numbers[0] < 1 or numbers != sorted(numbers):
-            raise InputError(f"{option} is {text!r}; {expected}")
-        if numbers[-1] > MAX_LENGTH:
-            raise InputError(f"{option} is {text!r}; expected at most {MAX_LENGTH}, the longest axis that runtimes index")
-        return cls(numbers[0], numbers[len(numbers) // 2], numbers[-1])
 
 
 def check_example(inputs: dict[str, Tensor]) -> None:

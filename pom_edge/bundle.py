@@ -17,8 +17,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
@@ -52,6 +53,7 @@ __all__ = [
     "Manifest",
     "Measurement",
     "TensorSpec",
+    "extend_bundle",
     "is_bundle",
     "record_measurement",
     "write_bundle",
@@ -177,6 +179,8 @@ class Artifact(_Model):
     quantization: dict[str, Any] | None = None  # INT8: calibration, and each layer's sensitivity, scale and fate
     ranges: dict[str, Any] | None = None  # half precision: how large values get, how that is known, and what stays FP32
     gemm_flops: list[str] = Field(default_factory=list)  # of each graph, a formula: operations of its matrix products
+    tensorrt: dict[str, Any] | None = None  # ONNX: what a device that compiles it must know (export/tensorrt_lint.py)
+    engine: dict[str, Any] | None = None  # engines: what built it, from which file, and what it is bound to
 
     @field_validator("precision")
     @classmethod
@@ -360,6 +364,48 @@ def record_measurement(path: Path, measurement: Measurement) -> None:
             os.replace(name, path / MANIFEST)
         finally:
             Path(name).unlink(missing_ok=True)
+
+
+def extend_bundle(bundle: Bundle, artifacts: Sequence[Artifact], made: Path) -> None:
+    """Add artifacts, or replace those of the same file, in one step; all else of the bundle stays as it is.
+
+    Args:
+        bundle: as it was opened.
+        artifacts: their files lie in ``made`` under the names that they get.
+
+    Raises:
+        BundleError: another process changed the bundle in the meantime.
+        InputError: the place cannot be written, or the disk is full.
+    """
+    path, text = _destination(bundle.path), _manifest_text(bundle.path)
+    if Manifest.model_validate_json(text) != bundle.manifest:
+        raise BundleError(f"{path.name} was changed by another process in the meantime; run the command again")
+    fresh = {file for artifact in artifacts for file in artifact.files}
+    replaced = {artifact.file for artifact in artifacts}
+    kept = [artifact for artifact in bundle.manifest.artifacts if artifact.file not in replaced]
+    needed = {file for artifact in kept for file in artifact.files} | {GOLDEN}
+    entries = [entry for entry in bundle.manifest.files if entry.path in needed - fresh]
+    with replaced_folder(path) as folder:
+        for entry in entries:
+            _place(path / entry.path, folder / entry.path)
+        for file in sorted(fresh):
+            _place(made / file, folder / file)
+            entries.append(FileEntry(path=file, sha256=sha256_of(folder / file), bytes=(folder / file).stat().st_size))
+        files = sorted(entries, key=lambda entry: entry.path)
+        manifest = bundle.manifest.model_copy(update={"artifacts": [*kept, *artifacts], "files": files})
+        (folder / MANIFEST).write_bytes(seal(manifest.model_dump(mode="json")).encode())
+        if _manifest_text(path) != text:
+            raise BundleError(f"{path.name} was changed by another process in the meantime; run the command again")
+
+
+def _place(source: Path, target: Path) -> None:
+    """The same file under another name, without a second copy where the file system can."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with writing_errors(target):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
 
 
 def is_bundle(path: Path) -> bool:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pom_edge.bundle import MANIFEST
-from pom_edge.errors import InputError, PomError
+from pom_edge.bundle import MANIFEST, is_bundle
+from pom_edge.errors import InputError, MissingToolError, PomError
 from pom_edge.metric import Metric
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Bundle = Annotated[Path, typer.Argument(help="A .pom bundle.", show_default=False)]
-Runtime = Annotated[str, typer.Option(help="Runtime that executes the artifact.")]
+Runtime = Annotated[str, typer.Option(help="ort, ort-cuda, ort-trt (ONNX Runtime), trt, rtx (engines).")]
 Artifact = Annotated[str | None, typer.Option(help="File name of the artifact, when the bundle holds several.")]
 Spill = Annotated[Path | None, typer.Option(help="Streamed: folder for the tokens between passes (default: in memory).")]
 Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; default: its own choice.", min=1)]
@@ -145,10 +145,12 @@ def _root(show_version: Version = False) -> None:
 @app.command("export")
 @_reported
 def export_command(
-    model: Annotated[Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2", show_default=False)],
-    target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
+    model: Annotated[
+        Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2; a .pom gets engines", show_default=False)
+    ],
+    target: Annotated[list[str] | None, typer.Option(help="onnx, trt, rtx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32]")
+        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32; engines: fp16]")
     ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
@@ -177,6 +179,15 @@ def export_command(
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) in a run of --tokens N.")
     ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="rtx: GPU generation as 8.9 (repeatable).  [default: the GPU here, else 8.6 and 8.9]"),
+    ] = None,
+    workspace: Annotated[str | None, typer.Option(help="trt, rtx: scratch memory of kernels (512MiB).")] = None,
+    optimization_level: Annotated[int | None, typer.Option(help="trt, rtx: 0 (fast build) to 5.")] = None,
+    refit: Annotated[bool, typer.Option("--refit", help="trt, rtx: weights can be replaced; slower.")] = False,
+    version_compatible: Annotated[bool, typer.Option("--version-compatible", help="trt: for later versions; slower.")] = False,
+    hardware_compatible: Annotated[bool, typer.Option("--hardware-compatible", help="trt: for other GPUs; slower.")] = False,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: Json = False,
@@ -184,13 +195,14 @@ def export_command(
 ) -> None:
     """Export a trained model to a bundle of verified artifacts."""
     from pom_edge.console import Progress, print_export
-    from pom_edge.pipeline import ExportOptions, export_file, load_torch
+    from pom_edge.pipeline import ExportOptions, default_precisions, export_file, load_torch
     from pom_edge.runtimes.memory import parse_size
 
-    load_torch()
+    if not is_bundle(model):
+        load_torch()
     options = ExportOptions(
         targets=tuple(target or ["onnx"]),
-        precisions=tuple(precision or ["fp32"]),
+        precisions=tuple(precision or default_precisions(target or ["onnx"])),
         form=form,
         tokens=tokens,
         batch=batch,
@@ -210,6 +222,12 @@ def export_command(
         int8_weights=int8_weights,
         remainder=remainder,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
+        compute_capability=tuple(compute_capability or ()),
+        workspace=None if workspace is None else parse_size(workspace, "--workspace"),
+        optimization_level=optimization_level,
+        refit=refit,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
         overwrite=overwrite,
     )
     # what a factory or a library prints does not belong into the JSON
@@ -219,6 +237,8 @@ def export_command(
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_export(report)
+    if report.missing:
+        raise typer.Exit(MissingToolError.exit_code)
 
 
 @app.command()
@@ -421,13 +441,18 @@ def info(
     ranges: Annotated[
         bool, typer.Option("--ranges", help="Half precision: how large values get, and what stays FP32.")
     ] = False,
+    trtexec: Annotated[bool, typer.Option("--trtexec", help="The trtexec command lines, for TensorRT 10 and 11.")] = False,
+    raw: Annotated[Path | None, typer.Option(help="With --trtexec: write golden data as .bin files into this folder.")] = None,
+    artifact: Artifact = None,
     as_json: Json = False,
 ) -> None:
     """What a bundle or a checkpoint holds."""
     from pom_edge.console import print_info
-    from pom_edge.inspection import describe
+    from pom_edge.inspection import describe, describe_trtexec
 
-    facts = describe(path, ranges)
+    if not trtexec and (raw is not None or artifact is not None):
+        raise InputError("--raw and --artifact are for --trtexec")
+    facts = describe_trtexec(path, artifact, raw) if trtexec else describe(path, ranges)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

@@ -143,7 +143,8 @@ def print_export(report: ExportReport) -> None:
             _speed(artifact.speedup),
         )
     console = _console()
-    console.print(table)
+    if report.artifacts:
+        console.print(table)
     for artifact in report.artifacts:
         if artifact.run_ms is None:
             print(f"{artifact.file}: {artifact.verified}")
@@ -155,6 +156,8 @@ def print_export(report: ExportReport) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
+    for entry in report.missing:
+        print(f"not made: {entry['target']}: {entry['reason']}. Copy {report.bundle.name} there and run:\n  {entry['run']}")
     bundle = shlex.quote(str(report.bundle) if not str(report.bundle).startswith("-") else f"./{report.bundle}")
     print(f"exported in {report.seconds:.1f} s. Next:")
     print(f"  pom-edge check {bundle}")

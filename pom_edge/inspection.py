@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pom_edge.bundle import Bundle, is_bundle
-from pom_edge.errors import InputError
+from pom_edge.errors import InputError, MissingToolError
+from pom_edge.jetson import find_jetson, known_bad
+from pom_edge.runtimes.cuda_device import find_gpus
+from pom_edge.runtimes.tensorrt_library import MODULES, NAMES, library_path, load_tensorrt
 from pom_edge.system import memory_bytes
 
 # what each target needs here, and the line that installs it
@@ -19,6 +22,9 @@ NEEDS = {
     "export": (("torch", "onnx", "onnxscript", "onnxruntime"), "pip install 'pom-edge[export]'"),
     "run and check (ort)": (("onnxruntime",), "pip install 'pom-edge[ort]'"),
     "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
+    "engines for RTX GPUs (rtx)": (("tensorrt_rtx",), "pip install 'pom-edge[rtx]'"),
+    "engines (trt)": (("tensorrt",), "JetPack's python3-libnvinfer on a Jetson, else pip install 'pom-edge[trt]'"),
+    "run engines": (("cuda",), "pip install 'pom-edge[trt]' (on a Jetson: 'pom-edge[jetson]')"),
 }
 
 __all__ = ["describe", "diagnose", "machine_facts"]
@@ -98,9 +104,31 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
     }
 
 
+def describe_trtexec(path: Path, artifact: str | None, raw: Path | None) -> dict[str, Any]:
+    """The trtexec command lines of an artifact, and with ``raw`` the golden data as raw files.
+
+    Raises:
+        InputError: no such artifact; BundleError: no bundle.
+    """
+    from pom_edge.trtexec import trtexec_lines, write_raw
+
+    bundle = Bundle.open(path)
+    fitting = [each for each in bundle.manifest.artifacts if each.target in ("onnx", "trt")]
+    found = [each for each in fitting if artifact in (None, each.file)]
+    if not found:
+        listed = ", ".join(each.file for each in fitting) or "none"
+        raise InputError(f"{path.name} has no artifact {artifact or 'for trtexec'}; trtexec takes {listed}")
+    facts: dict[str, Any] = {"name": bundle.manifest.name, "artifact": found[0].file}
+    facts.update({f"TensorRT {version}": line for version, line in trtexec_lines(bundle, found[0]).items()})
+    if raw is not None:
+        facts["raw"] = write_raw(bundle, found[0], raw)
+    return facts
+
+
 def diagnose() -> dict[str, dict[str, Any]]:
     """Facts about this machine: versions, processor, memory, and what each step is missing."""
-    packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy")
+    packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy", "cuda-python")
+    jetson = find_jetson()
     return {
         "machine": {
             **machine_facts(),
@@ -108,6 +136,8 @@ def diagnose() -> dict[str, dict[str, Any]]:
             "memory": _memory(),
             "free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
         },
+        "GPU": _gpu_facts(),
+        **({} if jetson is None else {"Jetson": jetson.to_dict()}),
         "packages": {name: _version(name) for name in packages},
         "can do": {step: _missing(modules, line) for step, (modules, line) in NEEDS.items()},
     }
@@ -121,6 +151,25 @@ def machine_facts() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(os.cpu_count()),
     }
+
+
+def _gpu_facts() -> dict[str, str]:
+    """The driver's answer, and every TensorRT: version, library path, and whether it is one that is known to fail."""
+    found = find_gpus()
+    gpus = [f"{gpu.name}, compute capability {gpu.compute_capability}" for gpu in found.gpus]
+    facts = {"GPU": "; ".join(gpus) or f"none: {found.reason}", "CUDA of the driver": found.cuda or "none"}
+    for target, name in NAMES.items():
+        if find_spec(MODULES[target]) is None:
+            facts[name] = "not installed"
+            continue
+        try:
+            trt = load_tensorrt(target)
+        except MissingToolError as error:
+            facts[name] = str(error)
+            continue
+        bad = known_bad(trt.__version__, found.gpus[0].name if found.gpus else None) if target == "trt" else None
+        facts[name] = f"{trt.__version__}, {library_path(trt) or 'library not found'}{f'; {bad}' if bad else ''}"
+    return facts
 
 
 def _missing(modules: tuple[str, ...], install: str) -> str:

@@ -36,6 +36,7 @@ from pom_edge.system import human_bytes, memory_bytes
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from pom_edge.compiling import Compiled, EngineOptions
     from pom_edge.export.forms import Plan
     from pom_edge.export.golden import Case
     from pom_edge.export.inputs import Extent
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from pom_edge.export.streamed import Split
     from pom_edge.subject import Subject
 
-TARGETS = ("onnx",)
+TARGETS = ("onnx", "trt", "rtx")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
@@ -85,6 +86,12 @@ class ExportOptions:
     int8_weights: str = "8bit"
     remainder: str = "fp32"
     memory_budget: int | None = None
+    compute_capability: Sequence[str] = ()
+    workspace: int | None = None
+    optimization_level: int | None = None
+    refit: bool = False
+    version_compatible: bool = False
+    hardware_compatible: bool = False
     overwrite: bool = False
 
     def check(self) -> None:
@@ -108,6 +115,8 @@ class ExportOptions:
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise InputError(f"--optimization-level is {self.optimization_level}; expected 0 to 5")
         if self.calibration is not None and "int8" not in self.precisions:
             raise InputError("--calibration is for --precision int8; the other precisions need no data")
         if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
@@ -198,10 +207,10 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
         InputError, CheckpointError, BundleError: bad input.
         GateError: the graph breaks a rule, or an artifact is not the model.
     """
+    if path.is_dir() and is_bundle(path):
+        return compile_file(path, options, out, progress)
     load_torch()
     options.check()
-    if path.is_dir() and is_bundle(path):
-        raise InputError(f"{path} is a bundle already; this version makes {', '.join(TARGETS)}, which it holds")
     if path.is_dir():
         raise InputError(f"{path} is a folder; expected a model file: .pt, .pth, .ckpt, .safetensors or .pt2")
     out = out or path.with_suffix(".pom")
@@ -210,13 +219,87 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 
     step = progress or (lambda _: None)
     step(f"read {path.name}")
-    return export_in_budget(subject_from_file(path, options), options, out, step)
+    return _with_engines(export_in_budget(subject_from_file(path, options), options, out, step), options, step)
+
+
+def default_precisions(targets: Sequence[str]) -> tuple[str, ...]:
+    """FP32 for ONNX, FP16 for what compiles."""
+    return ("fp32",) * ("onnx" in targets) + ("fp16",) * bool(set(targets) - {"onnx"}) or ("fp32",)
+
+
+def compile_file(path: Path, options: ExportOptions, out: Path | None = None, progress: Step | None = None) -> ExportReport:
+    """Compile the ONNX artifacts of a bundle, in place; needs neither torch nor onnx.
+
+    Raises:
+        InputError: options that belong to an export, or an artifact that the bundle does not hold.
+        GateError: the target does not take the graph, or what was built is not the model.
+    """
+    from pom_edge.compiling import COMPILED, compile_bundle
+
+    options.check()
+    start, step = time.perf_counter(), progress or (lambda _: None)
+    if out is not None and out.resolve() != path.resolve():
+        raise InputError(f"--out is {out}; a bundle gets its engines in place. Copy the folder first to keep it as it is")
+    of_export = ("factory", "example", "layout", "degree", "clamp", "calibration", "metric", "memory_budget", "chunk")
+    given = [name for name in of_export if getattr(options, name) is not None]
+    if given:
+        raise InputError(
+            f"--{given[0].replace('_', '-')} belongs to the export of a model; {path} is a bundle: its graphs stay"
+        )
+    unmade = [target for target in options.targets if target not in COMPILED]
+    if unmade:
+        raise InputError(
+            f"{path} is a bundle already; what is compiled from one is --target {' or '.join(COMPILED)}, not {unmade[0]}"
+        )
+    compiled = compile_bundle(path, options.targets, _engine_options(options, options.precisions), step)
+    return _add_compiled(ExportReport(path, []), compiled, start)
+
+
+def _with_engines(report: ExportReport, options: ExportOptions, step: Step) -> ExportReport:
+    """The targets that are compiled from the artifacts of a finished bundle."""
+    from pom_edge.compiling import COMPILED, compile_bundle
+
+    targets = [target for target in options.targets if target in COMPILED]
+    if not targets:
+        return report
+    start = time.perf_counter()
+    halves = [precision for precision in options.precisions if precision != "fp32" or set(options.precisions) == {"fp32"}]
+    precisions = halves if "onnx" in options.targets else options.precisions  # FP32 beside others is for ONNX Runtime
+    return _add_compiled(report, compile_bundle(report.bundle, targets, _engine_options(options, precisions), step), start)
+
+
+def _engine_options(options: ExportOptions, precisions: Sequence[str]) -> EngineOptions:
+    from pom_edge.compiling import EngineOptions
+
+    names = set(EngineOptions.__dataclass_fields__) - {"precisions"}
+    return EngineOptions(tuple(precisions), **{name: getattr(options, name) for name in names})
+
+
+def _add_compiled(report: ExportReport, compiled: Compiled, start: float) -> ExportReport:
+    for artifact in compiled.artifacts:
+        sizes = _bytes(report.bundle, artifact.files)
+        layers = sum((artifact.engine or {})["layers"])
+        facts = (
+            artifact.target,
+            artifact.form,
+            artifact.precision,
+            artifact.file,
+            sizes,
+            artifact.verified,
+            artifact.parity,
+            layers,
+        )
+        report.artifacts.append(ArtifactReport(*facts, None, "", None))
+    report.missing += compiled.missing
+    report.notes += compiled.notes
+    report.seconds += time.perf_counter() - start
+    return report
 
 
 def export_bundle(
     model: nn.Module,
     targets: Sequence[str] | str = ("onnx",),
-    precision: Sequence[str] | str = "fp32",
+    precision: Sequence[str] | str | None = None,
     *,
     example_inputs: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] = "model.pom",
@@ -227,8 +310,9 @@ def export_bundle(
 
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
-        targets: ``"onnx"``.
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, or several of them.
+        targets: ``"onnx"``, ``"trt"``, ``"rtx"``, or several of them.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several of them; by default FP32 for
+            ONNX and FP16 for engines.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.
@@ -249,7 +333,8 @@ def export_bundle(
         hint = f" (use {', '.join(instead)})" if instead else ""
         raise InputError(f"export_bundle has no option {', '.join(unknown)}{hint}; it takes {', '.join(known)}")
     targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    precisions = (precision,) if isinstance(precision, str) else tuple(precision)
+    asked = default_precisions(targets) if precision is None else precision
+    precisions = (asked,) if isinstance(asked, str) else tuple(asked)
     made = ExportOptions(targets=targets, precisions=precisions, example=example_inputs, **options)
     made.check()
     check_destination(Path(out), made.overwrite)
@@ -257,7 +342,8 @@ def export_bundle(
 
     modes = {module: module.training for module in model.modules()}
     try:
-        return export_in_budget(subject_from_model(model, made), made, Path(out), progress or (lambda _: None))
+        step = progress or (lambda _: None)
+        return _with_engines(export_in_budget(subject_from_model(model, made), made, Path(out), step), made, step)
     finally:
         for module, training in modes.items():  # traced in eval mode; the caller may be in the middle of a training
             module.training = training
@@ -399,6 +485,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
     """The manifest's entry."""
     from pom_edge.export.arena import arena_plan
+    from pom_edge.export.tensorrt_lint import tensorrt_facts
 
     made = built.made
     runs = made.precision != "bf16"  # ONNX Runtime has no BF16 kernels on the CPU
@@ -415,6 +502,7 @@ def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
         ranges=built.ranges,
         quantization=built.quantization,
         **made.fields(),
+        tensorrt=tensorrt_facts(made.graphs),
         arena=[arena_plan(folder / file) if runs else None for file in made.files()],
     )
 

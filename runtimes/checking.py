@@ -10,10 +10,10 @@ from typing import Any
 from pom_edge.bundle import Bundle
 from pom_edge.errors import BundleError, InputError
 from pom_edge.metric import Metric
+from pom_edge.runtimes.fitting import run_fitting
 from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
-from pom_edge.runtimes.stepping import run_case
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
 
@@ -96,14 +96,16 @@ def check_session(session: Session, layers: bool = False, metric: Metric | None 
     check = ArtifactCheck(session.artifact.file, session.runtime, session.artifact.precision, gate_db)
     found: dict[str, list[Metrics]] = {}
     for case, inputs, reference in session.bundle.cases():
-        outputs = run_case(session.execute, session.artifact, case, inputs)
+        outputs = run_fitting(session.execute, session.artifact, case, inputs)
+        if outputs is None:  # an engine of fixed sizes does not run every case
+            continue
         comparison = compare(reference, case.sampled(outputs), gate_db)
         for name, metrics in comparison.values.items():
             found.setdefault(name, []).append(metrics)
         check.cases.append(case.name)
         check.vacuity += prove_not_vacuous(reference, gate_db)
     if not found:
-        raise BundleError(f"{session.bundle.path.name} carries no golden data: nothing can be checked; export again")
+        raise BundleError(f"{session.bundle.path.name} carries no golden data that this artifact runs: nothing can be checked")
     check.vacuity = summarise(check.vacuity)
     check.outputs = {name: worst(metrics) for name, metrics in found.items()}
     if metric is not None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU."""
+"""ONNX Runtime on the CPU, or on a GPU by its CUDA or TensorRT provider."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
-from pom_edge.errors import BundleError, InputError, PomError, require
+from pom_edge.errors import BundleError, InputError, MissingToolError, PomError, require
 from pom_edge.runtimes.processor import int8_saturates
 from pom_edge.runtimes.session import Session
 from pom_edge.system import human_bytes, trim_heap
 
 PROVIDER = "CPUExecutionProvider"
+PROVIDERS = {"ort": PROVIDER, "ort-cuda": "CUDAExecutionProvider", "ort-trt": "TensorrtExecutionProvider"}
 
 __all__ = ["OnnxRuntimeSession", "native_session", "without_spinning"]
 
@@ -48,7 +49,11 @@ def _register_arena() -> None:
 
 
 def native_session(
-    model: str | bytes, threads: int | None = None, weights_folder: Path | None = None, optimize: bool = True
+    model: str | bytes,
+    threads: int | None = None,
+    weights_folder: Path | None = None,
+    optimize: bool = True,
+    provider: str = PROVIDER,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` with our options.
 
@@ -62,9 +67,11 @@ def native_session(
         threads: None leaves the choice to ONNX Runtime.
         weights_folder: where the external weights of a serialized graph lie.
         optimize: rewrite the graph for speed.
+        provider: what executes it. What it cannot execute ONNX Runtime leaves to the CPU, node by node.
 
     Raises:
         MissingExtraError: onnxruntime is not installed.
+        MissingToolError: the wheel that is installed has no such provider.
         InputError: the provider that runs is not the one asked for.
     """
     ort = require("onnxruntime", "export")
@@ -84,10 +91,17 @@ def native_session(
         options.intra_op_num_threads = threads
     if weights_folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights_folder))
-    session = ort.InferenceSession(model, options, providers=[PROVIDER])
+    if provider not in ort.get_available_providers():
+        raise MissingToolError(
+            f"this ONNX Runtime {ort.__version__} has no {provider} (it has {', '.join(ort.get_available_providers())}); on a "
+            "machine with a GPU install onnxruntime-gpu in place of onnxruntime: the two share a folder and must not be mixed"
+        )
+    session = ort.InferenceSession(model, options, providers=list(dict.fromkeys([provider, PROVIDER])))
     active = session.get_providers()[0]
-    if active != PROVIDER:  # onnxruntime#23372: a provider that cannot load is replaced without a word
-        raise InputError(f"ONNX Runtime runs on {active}, asked for {PROVIDER}")
+    if active != provider:  # onnxruntime#23372: a provider that cannot load is replaced without a word
+        if provider == PROVIDER:
+            raise InputError(f"ONNX Runtime runs on {active}, asked for {provider}")
+        raise MissingToolError(f"ONNX Runtime runs on {active}, asked for {provider}: its libraries, driver or GPU are missing")
     return session
 
 
@@ -96,8 +110,16 @@ class OnnxRuntimeSession(Session):
 
     extension = ".onnx"
 
-    def __init__(self, bundle: Bundle, artifact: Artifact, threads: int | None = None, spill: Path | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        artifact: Artifact,
+        threads: int | None = None,
+        spill: Path | None = None,
+        runtime: str = "ort",
+    ) -> None:
         super().__init__(bundle, artifact, spill)
+        self._provider = PROVIDERS[runtime]
         self._version = require("onnxruntime", "export").__version__
         files = [artifact.file] if artifact.stream is None else [step.file for step in artifact.stream.passes]
         self._natives: list[Any] = []
@@ -112,13 +134,17 @@ class OnnxRuntimeSession(Session):
 
     def _open(self, path: Path, threads: int | None) -> Any:
         if self.artifact.precision != "bf16":
-            return native_session(str(path), threads)
+            return native_session(str(path), threads, provider=self._provider)
+        if self._provider != PROVIDER:
+            raise InputError(f"{path.name} is BF16, which is evaluated on the CPU only; use --runtime ort, or an engine")
         from pom_edge.runtimes.rounding import rounded_session
 
         return rounded_session(path, threads)
 
     @property
     def runtime(self) -> str:
+        if self._provider != PROVIDER:
+            return f"onnxruntime {self._version} ({self._provider.removesuffix('ExecutionProvider')})"
         how = "CPU"
         if self.artifact.precision == "bf16":
             how = "evaluated, rounded to BF16"

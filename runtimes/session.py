@@ -21,7 +21,15 @@ from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, check_folder
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
 
-RUNTIMES = ("ort",)
+# What each runtime executes: the ending of its files, and the target where several share one.
+KINDS: dict[str, tuple[str, str | None]] = {
+    "ort": (".onnx", None),
+    "ort-cuda": (".onnx", None),
+    "ort-trt": (".onnx", None),
+    "trt": (".engine", "trt"),
+    "rtx": (".engine", "rtx"),
+}
+RUNTIMES = tuple(KINDS)
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
@@ -170,12 +178,7 @@ class Session(ABC):
         The number of sequences is that of the first chunk, until :meth:`reset`.
         """
         self._must_be_recurrent("step")
-        named = self._validate(self._with_mask(self._named(x, inputs)), self.inputs)
-        for name, array in named.items():
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise InputError(
-                    f"input {name!r} contains NaN or infinity, which the state would carry for ever; the stream is unchanged"
-                )
+        named = self._chunk(x, inputs)
         if self._state is None:
             self._state = empty_state(self.artifact.inputs, self._batch(named))
         outputs = self.execute({**named, **self._state})
@@ -183,6 +186,20 @@ class Session(ABC):
         if not all(np.isfinite(array).all() for array in following.values()):
             raise InputError("the chunk drives the state beyond what FP32 holds, where it would stay; the stream is unchanged")
         self._state = following
+        return self._answer(outputs)
+
+    def _chunk(self, x: np.ndarray | None, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The next chunk of a stream, validated."""
+        named = self._validate(self._with_mask(self._named(x, inputs)), self.inputs)
+        for name, array in named.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InputError(
+                    f"input {name!r} contains NaN or infinity, which the state would carry for ever; the stream is unchanged"
+                )
+        return named
+
+    @staticmethod
+    def _answer(outputs: Mapping[str, np.ndarray]) -> np.ndarray | dict[str, np.ndarray]:
         return _only({name: array for name, array in outputs.items() if not is_state(name)})
 
     def stream(self, chunks: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> Iterator[np.ndarray | dict[str, np.ndarray]]:
@@ -374,7 +391,8 @@ def open_session(
 
     Args:
         path: the ``.pom`` folder; its hashes are verified before any native parser sees a byte.
-        runtime: ``"ort"`` (ONNX Runtime, CPU).
+        runtime: ``"ort"`` (ONNX Runtime, CPU), ``"ort-cuda"`` or ``"ort-trt"`` (its GPU providers), ``"trt"`` or ``"rtx"`` (an
+            engine of that target, on a GPU).
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
@@ -389,10 +407,16 @@ def open_session(
     from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
 
     bundle = Bundle.open(Path(path))
-    chosen = select_artifact(bundle, OnnxRuntimeSession.extension, artifact)
-    if spill is not None:
-        check_spill(Path(spill), chosen)
-    return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill))
+    extension, target = KINDS[runtime]
+    chosen = select_artifact(bundle, extension, artifact, target)
+    place = None if spill is None else Path(spill)
+    if place is not None:
+        check_spill(place, chosen)
+    if target is not None:
+        from pom_edge.runtimes.tensorrt_session import TensorRTSession
+
+        return TensorRTSession(bundle, chosen, place)
+    return OnnxRuntimeSession(bundle, chosen, threads, place, runtime)
 
 
 def check_spill(folder: Path, artifact: Artifact) -> None:
@@ -408,18 +432,19 @@ def check_spill(folder: Path, artifact: Artifact) -> None:
 
 def fitting_artifacts(bundle: Bundle, runtime: str) -> list[str]:
     """Files of the artifacts that a runtime could execute."""
-    extensions = {"ort": ".onnx"}
-    return [a.file for a in bundle.manifest.artifacts if a.file.endswith(extensions.get(runtime, ".onnx"))]
+    extension, target = KINDS.get(runtime, ("", None))
+    artifacts = bundle.manifest.artifacts
+    return [a.file for a in artifacts if extension and a.file.endswith(extension) and target in (None, a.target)]
 
 
-def select_artifact(bundle: Bundle, extension: str, name: str | None) -> Artifact:
-    """The artifact to run: by name, or the first with the runtime's extension.
+def select_artifact(bundle: Bundle, extension: str, name: str | None, target: str | None = None) -> Artifact:
+    """The artifact to run: by name, or the first with the runtime's extension, and of its target where several share one.
 
     Raises:
         InputError: none, or none of that name.
     """
     fitting = [artifact for artifact in bundle.manifest.artifacts if artifact.file.endswith(extension)]
-    found = [artifact for artifact in fitting if name in (None, artifact.file)]
+    found = [artifact for artifact in fitting if name in (None, artifact.file) and target in (None, artifact.target)]
     if not found:
         files = ", ".join(artifact.file for artifact in bundle.manifest.artifacts) or "none"
         wanted = f"no artifact {name!r}" if name else f"no {extension} artifact"

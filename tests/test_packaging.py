@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -284,3 +285,53 @@ def test_the_core_and_one_runtime_check_a_bundle(wheel: Path, tmp_path: Path) ->
     python = _environment(tmp_path, _core() | _dependencies("onnxruntime"), wheel)
     report = json.loads(_run(python.parent / "pom-edge", "check", "tiny.pom", "--json", cwd=tmp_path))
     assert report["passed"] and report["artifacts"][0]["outputs"]["y"]["snr_db"] >= 90
+
+
+@pytest.mark.slow
+def test_a_device_compiles_a_bundle_in_place(wheel: Path, tmp_path: Path) -> None:
+    """The core and TensorRT-RTX, neither torch nor onnx: the engine joins the bundle, which verifies as a whole."""
+    from tests.engines import small_bundle
+
+    pytest.importorskip("tensorrt_rtx", reason="has wheels for x86-64 Linux and Windows")
+    bundle = small_bundle(tmp_path)
+    python = _environment(tmp_path, _core() | _dependencies("tensorrt_rtx_cu13"), wheel)
+    report = json.loads(_run(python.parent / "pom-export", bundle.name, "--target", "rtx", "--json", cwd=tmp_path))
+    (engine,) = report["artifacts"]
+    assert (engine["target"], engine["precision"], engine["verified"]) == ("rtx", "fp16", "built, not run")
+    facts = json.loads(_run(python.parent / "pom-edge", "info", bundle.name, "--json", cwd=tmp_path))
+    assert [artifact["target"] for artifact in facts["artifacts"]] == ["onnx", "onnx", "onnx", "rtx"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(f".{bundle.name}")], "nothing is left beside it"
+
+
+BOARDS = {"JetPack 6": ("3.10", "12", 35), "JetPack 7": ("3.12", "13", 39)}  # Python, CUDA, glibc's minor version
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("board", BOARDS)
+def test_a_jetson_needs_no_compiler(board: str, tmp_path: Path) -> None:
+    """Core and jetson extra resolve to wheels alone on aarch64. Skipped where there is no package index to ask."""
+    python, cuda, glibc = BOARDS[board]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    asked = subprocess.run(
+        [*pip, "download", "--no-deps", "-d", tmp_path, "mdurl==999"], capture_output=True, text=True, check=False
+    )
+    if "from versions: 0" not in asked.stderr:  # an index would have listed what there is
+        pytest.skip("no package index can be reached")
+    text = (ROOT / "pyproject.toml").read_text()
+    lines = text.split("\ndependencies = [", 1)[1].split("]", 1)[0].splitlines()
+    needs = [line.strip(' ",') for line in lines if line.strip()]
+    jetson = [Requirement(each) for each in re.findall(r'"([^"]+)"', text.split("\njetson = ", 1)[1].splitlines()[0])]
+    environment = {"python_version": python}
+    chosen = [need for need in jetson if need.marker is None or need.marker.evaluate(environment)]
+    assert len(chosen) == 1
+    platforms = [f"manylinux_2_{minor}_aarch64" for minor in range(17, glibc + 1)] + ["manylinux2014_aarch64"]
+    flags = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    flags += [part for platform in platforms for part in ("--platform", platform)]
+    done = subprocess.run(
+        [*pip, "install", *flags, "--target", tmp_path / "site", *needs, f"{chosen[0].name}{chosen[0].specifier}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"cuda-python-{cuda}." in done.stdout and "pydantic_core-" in done.stdout

@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=400, help="bytes to generate")
     parser.add_argument("--temperature", type=float, default=0.6, help="0 takes the likeliest byte")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runtime", default="ort", help="which runtime runs the bundle (default: %(default)s)")
     options = parser.parse_args(argv)
     return exit_code(lambda: _run(options))
 
@@ -61,7 +62,7 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"--prompt is {options.prompt!r}; the model knows ASCII only, and needs at least one character")
     if options.tokens < 1 or not options.temperature >= 0:
         raise InputError("expected --tokens of at least 1 and a --temperature of at least 0")
-    with open_session(options.bundle) as session:
+    with open_session(options.bundle, runtime=options.runtime) as session:
         generate(session, options.prompt.encode(), min(options.tokens, 20), options.temperature)  # warm
         before, start = _memory(), time.perf_counter()
         ids = generate(session, options.prompt.encode(), options.tokens, options.temperature, options.seed)

@@ -11,7 +11,7 @@ import pytest
 
 import pom_edge
 from pom_edge.bundle import MANIFEST, seal
-from pom_edge.errors import BundleError, InputError
+from pom_edge.errors import BundleError, InputError, MissingToolError
 from pom_edge.runtimes import check_bundle, open_session
 from pom_edge.runtimes.onnxruntime_session import native_session
 from tests.bundles import WIDTH, make_bundle, make_inputs, weights
@@ -126,3 +126,21 @@ def test_a_bundle_without_golden_data_is_not_passed(path: Path) -> None:
     (path / MANIFEST).write_text(seal(content | {"golden": []}))
     with pytest.raises(BundleError, match="no golden data"):
         check_bundle(path)
+
+
+def test_a_gpu_provider_is_not_quietly_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel has no such provider; or it has, and ONNX Runtime replaces it without a word (onnxruntime#23372)."""
+    import onnxruntime
+
+    make_bundle(tmp_path / "a.pom")
+    for runtime, provider in (("ort-cuda", "CUDAExecutionProvider"), ("ort-trt", "TensorrtExecutionProvider")):
+        monkeypatch.undo()
+        with pytest.raises(MissingToolError, match=f"has no {provider}.*onnxruntime-gpu"):
+            open_session(tmp_path / "a.pom", runtime=runtime)
+        available = [provider, "CPUExecutionProvider"]
+        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda available=available: available)
+        with (
+            pytest.warns(UserWarning, match="not in available provider names"),
+            pytest.raises(MissingToolError, match=f"runs on CPUExecutionProvider, asked for {provider}"),
+        ):
+            open_session(tmp_path / "a.pom", runtime=runtime)

@@ -1,0 +1,124 @@
+"""From an engine's file to an engine that runs, or to a message that says why not.
+
+TensorRT answers every failure with None and a line in its log; what the line means, and what to do, is said here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pom_edge.errors import BundleError, MissingToolError
+from pom_edge.runtimes.cuda_device import Gpu
+from pom_edge.runtimes.tensorrt_library import NAMES, library_path
+
+__all__ = ["check_binding", "deserialise"]
+
+
+def check_binding(target: str, engine: Mapping[str, Any], bundle: str, version: str, gpus: Sequence[Gpu]) -> None:
+    """An engine belongs to a version and a GPU: look before a native parser sees it (ultralytics#18730, TensorRT#2195).
+
+    Args:
+        target: ``"trt"`` or ``"rtx"``.
+        engine: the manifest's facts.
+        bundle: its name, for the command that mends it.
+        version: of the library here.
+        gpus: of this machine.
+
+    Raises:
+        BundleError: it was built for another version or GPU.
+        MissingToolError: there is no GPU.
+    """
+    name = NAMES[target]
+    command = f"pom-export {bundle} --target {target}"
+    mend = f"build it for this machine: {command}"
+    if engine["version"] != version:
+        raise BundleError(f"the engine was built by {name} {engine['version']}, and here is {name} {version}; {mend}")
+    if not gpus:
+        raise MissingToolError(
+            f"the engine needs an NVIDIA GPU, and there is none here; where there is one, {command} builds it anew"
+        )
+    here = gpus[0].compute_capability.replace(".", "")
+    if here not in engine["compute_capabilities"]:
+        built = ", ".join(engine["compute_capabilities"])
+        raise BundleError(
+            f"the engine was built for compute capability {built} ({engine['gpu'] or 'no GPU in particular'}), and here is "
+            f"{gpus[0].name} with {here}; {mend}"
+        )
+
+
+def deserialise(trt: Any, target: str, logger: Any, runtime: Any, path: Path) -> Any:
+    """The engine.
+
+    Args:
+        trt: the module.
+        target: ``"trt"`` or ``"rtx"``.
+        logger: the process's, see :func:`pom_edge.runtimes.tensorrt_library.logger_of`.
+        runtime: ``trt.Runtime``; must outlive the engine.
+        path: of the file.
+
+    Raises:
+        BundleError: it cannot be opened; says why.
+        MissingToolError: the driver is missing or too old.
+    """
+    logger.lines.clear()
+    raised = []
+    try:
+        if hasattr(trt, "IStreamReaderV2"):  # no second copy of the plan in memory
+            with _reader(trt, path) as reader:
+                engine = runtime.deserialize_cuda_engine(reader)
+        else:
+            engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    except RuntimeError as error:  # TensorRT-RTX 1.7 raises where it reads from a stream, and answers None where it does not
+        engine, raised = None, [str(error)]
+    if engine is None:
+        raise _why(trt, target, path.name, [*raised, *logger.errors()])
+    return engine
+
+
+def _why(trt: Any, target: str, file: str, errors: list[str]) -> BundleError | MissingToolError:
+    """The exception that an empty answer stands for."""
+    name, told = NAMES[target], " | ".join(errors[:3]) or "no reason given"
+    where = f"{name} {trt.__version__} ({library_path(trt) or 'library not found'})"
+    text = " ".join(errors).lower()
+    if any(words in text for words in ("cudaerror 35", "driver version is insufficient", "open cuda driver")):
+        return MissingToolError(
+            f"{where} cannot open {file}: the NVIDIA driver is missing or too old; update it. It says: {told}"
+        )
+    if "not compatible with this version" in text or "version tag" in text:
+        return BundleError(
+            f"{where} cannot open {file}: another version built it; build it again with this one. It says: {told}"
+        )
+    if "compute capability" in text or "different gpu" in text or "target gpu" in text:
+        return BundleError(f"{where} cannot open {file}: it was built for another GPU; build it on this one. It says: {told}")
+    if "magic tag" in text or "serialization" in text or "header" in text:
+        return BundleError(
+            f"{where} cannot open {file}: it is no whole engine; copy the bundle again, or build it again. {told}"
+        )
+    return BundleError(f"{where} cannot open {file}. It says: {told}")
+
+
+def _reader(trt: Any, path: Path) -> Any:
+    class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
+        """The file, as it is asked for. A context manager: TensorRT keeps no handle of its own."""
+
+        def __init__(self) -> None:
+            trt.IStreamReaderV2.__init__(self)
+            self._file = open(path, "rb")  # noqa: SIM115  # closed on leaving
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def read(self, num_bytes: int, stream: int) -> bytes:  # noqa: ARG002  # the base class's signature
+            return self._file.read(num_bytes)
+
+        def seek(self, offset: int, where: Any) -> bool:
+            self._file.seek(offset, (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END)[int(where)])
+            return True
+
+    return Reader()

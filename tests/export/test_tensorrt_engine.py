@@ -1,0 +1,439 @@
+"""Engines really built, on the CPU alone: TensorRT-RTX needs neither GPU nor driver for that. What TensorRT itself would add is
+held as far as it goes without it: calls (tests/test_tensorrt_api.py), messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from pom_edge import compiling, pipeline
+from pom_edge.bundle import Bundle
+from pom_edge.cli import app
+from pom_edge.compiling import EngineOptions, compile_bundle
+from pom_edge.errors import BundleError, GateError, InputError, MissingToolError
+from pom_edge.export import engine_process
+from pom_edge.export.engine_process import build_in_process
+from pom_edge.export.onnx_graph import Graph
+from pom_edge.export.tensorrt_engine import EngineJob, explain_failure, gemm_census
+from pom_edge.export.tensorrt_lint import find_illegal
+from pom_edge.models import ModelConfig, build_model
+from pom_edge.pipeline import export_bundle
+from tests.engines import edit_manifest, small_bundle
+from tests.golden import FOLDER, read
+
+ROOT = Path(__file__).parents[2]
+rtx = pytest.mark.skipif(
+    compiling.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx has wheels for x86-64 Linux and Windows"
+)
+
+
+def _no_step(_: str) -> None:
+    return None
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Never changed by a test."""
+    return small_bundle(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def small(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "small.pom"))
+
+
+def _export(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+@rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"tokens": "1:16:512", "batch": "1:1:4"}], ids=["static", "dynamic"])
+def test_every_precision_is_built_in_place(small: Path, sizes: dict[str, str]) -> None:
+    before = {path.name: path.read_bytes() for path in small.glob("*.onnx")}
+    options = EngineOptions(("fp32", "fp16", "int8"), **sizes)  # type: ignore[arg-type]
+    made = compile_bundle(small, ["rtx"], options, _no_step)
+    assert not made.missing and [each.precision for each in made.artifacts] == ["fp32", "fp16", "int8"]
+    opened = Bundle.open(small)  # hashes, the manifest's own included
+    assert {path.name: path.read_bytes() for path in small.glob("*.onnx")} == before
+    engines = {each.precision: each for each in opened.manifest.artifacts if each.target == "rtx"}
+    assert {name: max(each.census, key=lambda key: each.census[key]) for name, each in engines.items()} == {
+        "fp32": "float32",
+        "fp16": "float16",
+        "int8": "int8",
+    }
+    for each in engines.values():
+        assert (
+            each.engine is not None
+            and each.engine["typing"] == "strong"
+            and each.engine["compute_capabilities"] == ["86", "89"]
+        )
+        assert each.verified == "built, not run" and each.parity is None
+        assert "/" not in str(each.engine["library"]), "no local path inside"
+        x = next(spec for spec in each.inputs if spec.name == "x")
+        assert x.shape == (["batch", "tokens", 12] if sizes else [1, 16, 12])
+        assert x.bounds == ({"batch": (1, 4), "tokens": (1, 512)} if sizes else {})
+        assert (small / each.file).read_bytes()[:4] != b"", each.file
+    assert len(opened.manifest.artifacts) == 6 and len({each.file for each in opened.manifest.artifacts}) == 6
+
+
+@rtx
+@pytest.mark.slow
+def test_from_model_to_engine(tmp_path: Path) -> None:
+    """The sentence that people type, on the demo: FP16 by default, an engine beside its graph, exit 0."""
+    out = tmp_path / "digits.pom"
+    result = _export(
+        ROOT / "demos" / "digits" / "model.pt", "--target", "rtx", "--out", out, "--json", "--compute-capability", "8.9"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    graph, engine = report["artifacts"]
+    assert (graph["target"], graph["precision"], engine["target"], engine["precision"]) == ("onnx", "fp16", "rtx", "fp16")
+    assert engine["file"] == "parallel.fp16.rtx-sm89.engine" and (out / engine["file"]).stat().st_size == engine["bytes"]
+    assert engine["verified"] == "built, not run" and engine["parity"] is None and report["missing"] == []
+
+
+@rtx
+@pytest.mark.slow
+def test_a_recurrent_graph(tmp_path: Path) -> None:
+    from pom_edge import load
+
+    model = load(ROOT / "demos" / "text" / "model.pt")
+    report = export_bundle(model, targets="rtx", form="recurrent", out=tmp_path / "text.pom")
+    engine = Bundle.open(report.bundle).manifest.artifacts[-1]
+    assert engine.target == "rtx" and engine.form == "recurrent" and engine.token_axes
+    count = next(spec for spec in engine.inputs if spec.name == "state.count")
+    assert count.shape == [1] and next(spec for spec in engine.inputs if spec.name == "x").bounds["tokens"][0] == 1
+    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1), _no_step)
+    assert next(spec for spec in made.artifacts[0].inputs if spec.name == "x").shape == [1, 1]
+
+
+@rtx
+@pytest.mark.slow
+def test_the_passes_of_a_streamed_encoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(kind="encoder", dim=16, depth=1, input_dim=6, n_sel_heads=2))
+    inputs = {"x": torch.randn(1, 12, 6)}
+    report = export_bundle(
+        model, targets="rtx", form="streamed", chunk=8, example_inputs=inputs, out=tmp_path / "s.pom", compute_capability=["86"]
+    )
+    engine = Bundle.open(report.bundle).manifest.artifacts[-1]
+    assert engine.stream is not None and [each.file for each in engine.stream.passes] == engine.files
+    assert engine.files == [f"streamed.fp16.rtx-sm86/pass-{i}.engine" for i in range(len(engine.files))]
+    assert len(engine.files) >= 2 and all((report.bundle / file).stat().st_size > 0 for file in engine.files)
+
+
+@rtx
+@pytest.mark.slow
+def test_a_deep_encoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(kind="encoder", dim=384, depth=12, input_dim=64, n_sel_heads=6))
+    graph = tmp_path / "deep.onnx"
+    _write_graph(model, {"x": torch.randn(2, 64, 64)}, graph)
+    shape = [1, 64, 64]
+    facts = build_in_process(EngineJob("rtx", str(graph), str(tmp_path / "e"), "fp32", profile={"x": (shape, shape, shape)}))
+    assert facts["layers"] > 100 and facts["census"] == {"float32": 1.0} and facts["peak_bytes"] < 2 << 30
+
+
+def _write_graph(model: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path) -> None:
+    """The parallel form as it is, without the golden data and gates of an export, which are not what is tested here."""
+    from pom_edge.export import forms
+    from pom_edge.export.inputs import BATCH, TOKENS, Extent
+    from pom_edge.export.onnx_graph import save_graph, trace_graph, translate
+
+    free = Extent()
+    plan = forms.parallel(model, inputs, free, free)
+    traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes, {BATCH: free, TOKENS: free}, plan.inside)
+    save_graph(translate(traced).model, path, {})
+
+
+GOLDEN_SAMPLE = [  # every mode with every kind of positions that it was recorded with
+    "037-pom-none-d1-k2-g1-h0",
+    "004-rope1d-none-d4-k3-g2-h8",
+    "055-rope2d-none-d4-k3-g4-h1",
+    "018-pom-padding-d4-k2-g1-h4",
+    "033-rope1d-padding-d2-k1-g1-h2",
+    "041-rope2d-padding-d4-k2-g1-h4",
+    "006-pom-causal-d3-k2-g4-h1",
+    "044-rope1d-causal-d1-k3-g4-h4",
+    "008-rope2d-causal-d1-k4-g1-h8",
+    "024-pom-cross-d4-k3-g2-h2",
+    "039-rope1d-cross-d4-k1-g1-h4",
+    "014-pom-cross_mask-d3-k2-g2-h8",
+]
+
+
+@rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOLDEN_SAMPLE)
+def test_published_layers(name: str, tmp_path: Path) -> None:
+    """One recording of each mode, FP32 and FP16."""
+    case = read(name).case
+    with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:  # with its rotary tables
+        keys = [key for key in file.keys() if key.startswith("param.")]  # noqa: SIM118 - safe_open is no dict
+        torch.save({key.removeprefix("param."): file.get_tensor(key) for key in keys}, tmp_path / "layer.pt")
+    inputs = {key: value.astype(np.float32) if key == "mask" else value for key, value in case.inputs.items()}
+    np.savez(tmp_path / "example.npz", **inputs)
+    causal = ["--mask", "causal"] if case.causal else []
+    result = _export(
+        tmp_path / "layer.pt", "--example", tmp_path / "example.npz", "--json", "--target", "rtx", "--precision", "fp32",
+        "--precision", "fp16", *causal,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    made = [artifact for artifact in json.loads(result.stdout)["artifacts"] if artifact["target"] == "rtx"]
+    assert [artifact["precision"] for artifact in made] == ["fp32", "fp16"]
+
+
+@rtx
+def test_parser_errors_name_node_and_module(small: Path, tmp_path: Path) -> None:
+    """Two operators that no TensorRT has, planted in a real graph."""
+    model = onnx.load(str(small / "parallel.fp32.onnx"))
+    node = next(each for each in model.graph.node if each.op_type == "MatMul" and each.name.startswith("blocks.1"))
+    node.op_type, node.domain = "Bernoulli", ""
+    del node.input[1:]
+    onnx.save(model, str(tmp_path / "bad.onnx"))
+    with pytest.raises(GateError) as caught:
+        build_in_process(EngineJob("rtx", str(tmp_path / "bad.onnx"), str(tmp_path / "e"), "fp32"))
+    message = str(caught.value)
+    assert "TensorRT-RTX 1." in message and "does not take bad.onnx" in message
+    assert node.name in message and "Bernoulli" in message and f"in module {node.name.rpartition('/')[0]}" in message
+    assert not (tmp_path / "e").exists()
+
+
+@rtx
+def test_a_precision_that_is_not_there_is_an_error(small: Path, tmp_path: Path) -> None:
+    shape = {"x": ([1, 16, 12],) * 3, "mask": ([1, 16],) * 3}
+    with pytest.raises(GateError, match="int8 was asked for, and the network .* computes its GEMMs in float32 100%"):
+        build_in_process(EngineJob("rtx", str(small / "parallel.fp32.onnx"), str(tmp_path / "e"), "int8", profile=shape))
+
+
+@rtx
+def test_sizes_that_cannot_be(small: Path) -> None:
+    for sizes, message in (
+        ({"tokens": "1:2"}, "takes N or MIN:OPT:MAX"),
+        ({"compute_capability": ["8.7"]}, r"does not build for SM 87; it has 75, 80, 86"),
+        ({"compute_capability": ["ampere"]}, "expected a number as 8.6"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compile_bundle(small, ["rtx"], EngineOptions(("fp16",), **sizes), _no_step)  # type: ignore[arg-type]
+    assert [each.target for each in Bundle.open(small).manifest.artifacts] == ["onnx"] * 3
+
+
+def test_without_tensorrt_the_bundle_is_complete_up_to_there(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    for target, install in (("trt", ""), ("rtx", "pip install 'pom-edge[rtx]' && ")):
+        result = _export(small, "--target", target, "--tokens", "1:16:64", "--json")
+        assert result.exit_code == 3, result.output
+        (entry,) = json.loads(result.stdout)["missing"]
+        assert entry["target"] == target and "not installed here" in entry["reason"]
+        assert entry["run"] == f"{install}pom-export small.pom --target {target} --precision fp16 --tokens 1:16:64"
+    assert Bundle.open(small).manifest.artifacts[-1].target == "onnx"
+
+
+def test_tensorrt_without_a_gpu_is_missing_too(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is there, and the process that builds finds no GPU."""
+    monkeypatch.setattr(compiling, "find_spec", lambda name: object())
+
+    def no_gpu(job: EngineJob, say: Any) -> dict[str, Any]:
+        raise MissingToolError("TensorRT is installed, but there is no GPU to build for: no NVIDIA driver")
+
+    monkeypatch.setattr(compiling, "build_in_process", no_gpu)
+    made = compile_bundle(small, ["trt"], EngineOptions(("fp16",)), _no_step)
+    assert made.artifacts == [] and "no GPU to build for" in made.missing[0]["reason"]
+
+
+def test_a_missing_precision_gives_the_command(small: Path) -> None:
+    result = _export(small, "--target", "trt", "--precision", "bf16")
+    assert result.exit_code == 2
+    assert "pom-export model.pt --precision bf16 --form parallel --target trt --out small.pom --overwrite" in result.stderr
+
+
+def test_options_of_an_export_are_refused_for_a_bundle(small: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (["--target", "trt", "--degree", "2"], "--degree belongs to the export of a model"),
+        (["--target", "trt", "--out", str(tmp_path / "b.pom")], "gets its engines in place"),
+        ([], "is a bundle already"),
+        (["--target", "trt", "--optimization-level", "9"], "expected 0 to 5"),
+    ):
+        result = _export(small, *arguments)
+        assert result.exit_code == 2 and message in result.stderr, result.output
+
+
+def test_a_process_that_dies_is_a_message(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed for want of memory, crashed, or ended without an answer: each is told, and the library's last words with it."""
+    job = EngineJob("trt", str(small / "parallel.fp16.onnx"), str(tmp_path / "e"), "fp16")
+    for name, code, message in (
+        (
+            "killed",
+            "import os, signal, sys; print('low', file=sys.stderr); os.kill(os.getpid(), signal.SIGKILL)",
+            "memory runs out",
+        ),
+        ("crashed", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"crashed while it built \(SIGSEGV\)"),
+        ("silent", "print('not JSON'); print('[1]')", "ended with 0 and no answer"),
+    ):
+        (tmp_path / f"{name}_builder.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(GateError, match=message) as caught:
+            build_in_process(job, module=f"{name}_builder")
+        assert name != "killed" or ("--workspace" in str(caught.value) and "low" in str(caught.value))
+    with pytest.raises((MissingToolError, GateError), match="TensorRT"):
+        engine_process.build_in_process(job)  # no tensorrt here: an answer all the same
+
+
+def test_running_out_of_memory_is_explained() -> None:
+    lines = [
+        ("WARNING", "Tactic Device request: 143MB Available: 112MB. Device memory is insufficient to use tactic."),
+        ("ERROR", "Error Code 10: Internal Error (Could not find any implementation for node {ForeignNode[x]}.)"),
+    ]
+    message = explain_failure("TensorRT", "10.3.0", lines)
+    assert "143MB" in message and "ForeignNode" in message and "swap file instead of zram" in message
+    assert "swap" not in explain_failure("TensorRT", "10.3.0", [("ERROR", "something else")])
+    assert "JetPack" in explain_failure("TensorRT", "10.13.3", [("ERROR", "Target GPU SM 87 is not supported")])
+
+
+def test_findings_of_the_lint_stop_a_build(small: Path) -> None:
+    def plant(content: dict[str, Any]) -> None:
+        content["artifacts"][1]["tensorrt"]["findings"] = ["trt-types: blocks.0.mixer/Mul_0: Mul mixes FLOAT and FLOAT16"]
+
+    edit_manifest(small, plant)
+    result = _export(small, "--target", "rtx")
+    assert (
+        result.exit_code == 1
+        and "TensorRT does not take parallel.fp16.onnx" in result.stderr
+        and "blocks.0.mixer/Mul_0" in result.stderr
+    )
+
+
+def test_a_bundle_that_changed_meanwhile_is_left_alone(small: Path, tmp_path: Path) -> None:
+    from pom_edge.bundle import extend_bundle
+
+    opened = Bundle.open(small)
+    edit_manifest(small, lambda content: content.update(created="2026-02-02T00:00:00+00:00"))
+    with pytest.raises(BundleError, match="changed by another process"):
+        extend_bundle(opened, [], tmp_path)
+
+
+def test_weak_typing_is_decided_at_export(source: Path) -> None:
+    facts = {each.precision: each.tensorrt for each in Bundle.open(source).manifest.artifacts}
+    assert {name: found and found["weak_flags"] for name, found in facts.items()} == {
+        "fp32": [],
+        "fp16": ["FP16"],
+        "int8": ["INT8"],
+    }
+    assert all(found is not None and found["findings"] == [] and not found["note"] for found in facts.values())
+
+
+def _graph(nodes: list[Any], constants: dict[str, np.ndarray], opset: int = 18, half: bool = False) -> Graph:
+    """y (2, 4) of x (2, 8), and h (2, 8) in FP16."""
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 8])]
+    inputs += [helper.make_tensor_value_info("h", TensorProto.FLOAT16, [2, 8])] if half else []
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    output = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", inputs, output, tensors), opset_imports=[helper.make_opsetid("", opset)]
+    )
+    model.ir_version = 10
+    return Graph(ir.from_proto(model), ["y"])
+
+
+PLANTED: dict[str, tuple[list[Any], dict[str, np.ndarray], int]] = {
+    "trt-operator": ([helper.make_node("Unique", ["x"], ["y"], name="a/N")], {}, 18),
+    "trt-types": ([helper.make_node("Add", ["x", "h"], ["y"], name="a/N")], {}, 18),
+    "trt-constant": (
+        [helper.make_node("Clip", ["x", "m"], ["y"], name="a/N"), helper.make_node("ReduceMin", ["x"], ["m"])],
+        {},
+        18,
+    ),
+    "trt-scale-type": (
+        [helper.make_node("QuantizeLinear", ["h", "s", "z"], ["y"], name="a/N")],
+        {"s": np.array(0.1, np.float16), "z": np.array(0, np.int8)},
+        18,
+    ),
+    "trt-bias": (
+        [
+            helper.make_node("DequantizeLinear", ["b", "s", "z"], ["bias"]),
+            helper.make_node("Gemm", ["x", "w", "bias"], ["y"], name="a/N"),
+        ],
+        {
+            "b": np.ones(4, np.int8),
+            "s": np.array(0.1, np.float32),
+            "z": np.array(0, np.int8),
+            "w": np.ones((8, 4), np.float32),
+        },
+        18,
+    ),
+    "trt-opset": ([helper.make_node("Relu", ["x"], ["y"], name="a/N")], {}, 8),
+    "cumsum": ([helper.make_node("CumSum", ["x", "a"], ["y"], name="a/N")], {"a": np.array(1, np.int64)}, 18),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_the_lint_finds_what_is_planted(rule: str) -> None:
+    nodes, constants, opset = PLANTED[rule]
+    found = find_illegal(_graph(nodes, constants, opset, half=True))
+    assert [each.rule for each in found] == [rule], [str(each) for each in found]
+    assert rule == "trt-opset" or found[0].where == "a/N"
+
+
+def test_the_census_reads_operands_through_reshapes() -> None:
+    """Both operands dequantized: INT8. One: INT8 weights. As TensorRT sees it."""
+
+    class Type(str):
+        pass
+
+    class Thing:
+        def __init__(self, **facts: Any) -> None:
+            self.__dict__.update(facts)
+
+    def tensor(name: str, dtype: str) -> Any:
+        return Thing(name=name, dtype=Type(f"DataType.{dtype}"))
+
+    def layer(kind: str, inputs: list[Any], output: Any) -> Any:
+        return Thing(
+            type=Type(f"LayerType.{kind}"),
+            num_inputs=len(inputs),
+            num_outputs=1,
+            get_input=lambda i: inputs[i],
+            get_output=lambda i: output,
+        )
+
+    q, w = tensor("q", "INT8"), tensor("w", "INT8")
+    a, b, c, y, z = (tensor(name, "HALF") for name in "abcyz")
+    layers = [
+        layer("DEQUANTIZE", [q], a),
+        layer("DEQUANTIZE", [w], b),
+        layer("SHUFFLE", [b], c),
+        layer("MATRIX_MULTIPLY", [a, c], y),
+        layer("MATRIX_MULTIPLY", [y, c], z),
+        layer("MATRIX_MULTIPLY", [y, z], tensor("o", "HALF")),
+    ]
+    network = Thing(num_layers=len(layers), get_layer=lambda i: layers[i])
+    assert gemm_census(network) == {"float16": 0.3333, "int8": 0.3333, "int8 weights": 0.3333}
+
+
+def test_the_builder_imports_neither_torch_nor_onnx(tmp_path: Path) -> None:
+    modules = "pom_edge.export.tensorrt_engine, pom_edge.compiling, pom_edge.pipeline, pom_edge.runtimes.tensorrt_session"
+    code = f"import sys, {modules}; print({{'torch', 'onnx'}} & {{*sys.modules}})"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_engines_default_to_fp16() -> None:
+    assert pipeline.default_precisions(["onnx"]) == ("fp32",)
+    assert pipeline.default_precisions(["rtx"]) == ("fp16",)
+    assert pipeline.default_precisions(["onnx", "trt"]) == ("fp32", "fp16")
