@@ -10,17 +10,16 @@ must not take the export with it.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pom_edge.errors import GateError, InputError, MissingToolError, PomError
+from pom_edge.export.timing_cache import TimingCache
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
 from pom_edge.runtimes.tensorrt_library import NAMES, library_path, load_tensorrt, logger_of, version_tuple
 
@@ -129,7 +128,7 @@ def build_engine(job: EngineJob, say: Any = None) -> dict[str, Any]:
     _configure(trt, config, job)
     _add_profile(builder, config, job)
     config.progress_monitor = monitor = _monitor(trt, say)
-    timing = _TimingCache(trt, config, job, gpu)
+    timing = TimingCache(config, _timing_file(trt, job, gpu))
     start = time.perf_counter()
     with timing:
         serialized = builder.build_serialized_network(network, config)
@@ -364,56 +363,12 @@ def _monitor(trt: Any, say: Any) -> Any:
     return Monitor()
 
 
-class _TimingCache:
-    """Kernels measured by earlier builds of the same graph, version, GPU and flags. Several builds may run at once.
-
-    TensorRT-RTX measures nothing ahead of time and has none.
-    """
-
-    def __init__(self, trt: Any, config: Any, job: EngineJob, gpu: GpuState | None) -> None:
-        self._config, self.what, self._file = config, "none", None
-        if job.target != "trt" or job.timing_cache is None or gpu is None:
-            return
-        folder = Path(job.timing_cache)
-        flags = f"{job.precision}-{job.optimization_level}-{job.refit}-{job.version_compatible}-{job.hardware_compatible}"
-        self._file = folder / f"{job.cache_key[:16]}-{gpu.gpus[0].slug}-trt{trt.__version__}-{flags}.cache"
-
-    def __enter__(self) -> None:
-        if self._file is None:
-            return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self._file):
-            data = self._file.read_bytes() if self._file.exists() else b""
-        cache = self._config.create_timing_cache(data)
-        self.what = f"{len(data)} bytes from earlier builds" if data else "new"
-        if cache is None or not self._config.set_timing_cache(cache, False):
-            self.what = "of another device; begun anew"
-            self._config.set_timing_cache(self._config.create_timing_cache(b""), False)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        cache = None if self._file is None or kind is not None else self._config.get_timing_cache()
-        if self._file is None or cache is None:
-            return
-        with _locked(self._file):  # another build may have written in the meantime
-            if self._file.exists():
-                other = self._config.create_timing_cache(self._file.read_bytes())
-                if other is not None:
-                    cache.combine(other, False)
-            beside = self._file.with_suffix(f".{os.getpid()}")
-            beside.write_bytes(cache.serialize())
-            os.replace(beside, self._file)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # Windows: the replacement is atomic all the same
-        yield
-        return
-    with open(file.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _timing_file(trt: Any, job: EngineJob, gpu: GpuState | None) -> Path | None:
+    """By graph, version, GPU and flags. None: no cache; TensorRT-RTX measures nothing ahead of time and has none."""
+    if job.target != "trt" or job.timing_cache is None or gpu is None:
+        return None
+    flags = f"{job.precision}-{job.optimization_level}-{job.refit}-{job.version_compatible}-{job.hardware_compatible}"
+    return Path(job.timing_cache) / f"{job.cache_key[:16]}-{gpu.gpus[0].slug}-trt{trt.__version__}-{flags}.cache"
 
 
 def explain_failure(name: str, version: str, lines: list[tuple[str, str]]) -> str:

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pom_edge.bundle import GOLDEN, Artifact, Bundle, StreamSpec, TensorSpec, extend_bundle
+from pom_edge.bundle import GOLDEN, Artifact, Bundle, StreamSpec, extend_bundle
+from pom_edge.engine_sizes import choose_sizes, engine_spec, profile
 from pom_edge.errors import GateError, InputError, MissingToolError
 from pom_edge.export.engine_process import build_in_process
 from pom_edge.export.tensorrt_engine import EngineJob, require_precision
@@ -30,7 +31,6 @@ COMPILED = ("trt", "rtx")
 DEFAULT_PRECISION = "fp16"
 DEFAULT_CAPABILITIES = ("86", "89")  # the RTX 30 and 40 series, where no GPU is at hand to ask
 BUILT = "built, not run"
-BATCH, TOKENS = "batch", "tokens"
 MISSING = {
     "trt": "TensorRT is not installed here. It comes with JetPack on a Jetson; engines are built on the device that runs them",
     "rtx": "TensorRT-RTX is not installed here",
@@ -38,7 +38,7 @@ MISSING = {
 INSTALL = {"trt": "", "rtx": "pip install 'pom-edge[rtx]' && "}
 Step = Callable[[str], None]
 
-__all__ = ["COMPILED", "Compiled", "EngineOptions", "compile_bundle", "profile_shapes"]
+__all__ = ["COMPILED", "Compiled", "EngineOptions", "compile_bundle"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _compile(
     bundle: Bundle, source: Artifact, target: str, options: EngineOptions, scratch: Path, step: Step, result: Compiled
 ) -> Artifact:
     """One artifact: all of its graphs, built and checked."""
-    sizes, note = _sizes(bundle, source, options)
+    sizes, note = choose_sizes(bundle, source, options.tokens, options.batch)
     graphs = [source.file] if source.stream is None else [each.file for each in source.stream.passes]
     capabilities = _capabilities(options) if target == "rtx" else ()
     workspace, tactic = _memory(options)
@@ -183,7 +183,7 @@ def _compile(
             engine=str(scratch / f"{index}.engine"),
             precision=source.precision if source.stream is None else "",
             weak_flags=tuple((source.tensorrt or {}).get("weak_flags", ())),
-            profile={} if source.stream is not None else _profile(source.inputs, sizes),
+            profile={} if source.stream is not None else profile(source.inputs, sizes),
             workspace=workspace,
             tactic_memory=tactic,
             compute_capabilities=capabilities,
@@ -248,8 +248,8 @@ def _artifact(
             "target": target,
             "file": files[0],
             "files": files,
-            "inputs": [_spec(spec, sizes) for spec in source.inputs],
-            "outputs": [_spec(spec, sizes) for spec in source.outputs],
+            "inputs": [engine_spec(spec, sizes) for spec in source.inputs],
+            "outputs": [engine_spec(spec, sizes) for spec in source.outputs],
             "stream": None if source.stream is None else _stream(source.stream, files),
             "census": _mean([each["census"] for each in facts]),
             "mixers": {},
@@ -303,97 +303,6 @@ def _verified(bundle: Bundle, artifact: Artifact, scratch: Path, step: Step, res
         "passed": True,
     }
     return artifact.model_copy(update={"verified": runtime, "parity": parity})
-
-
-def _sizes(bundle: Bundle, source: Artifact, options: EngineOptions) -> tuple[dict[str, Extent], str]:
-    """How long each free axis is: as asked for, else fixed at one sample of the example's size.
-
-    TensorRT is up to three times slower with free shapes (TensorRT#976), so they are opt-in. A recurrent graph takes chunks of
-    any length up to the longest golden one, tuned for one token.
-
-    Returns:
-        An extent by axis, and a note that says what was chosen.
-    """
-    if source.stream is not None:
-        return {}, ""
-    example = _example_sizes(bundle, source)
-    asked = {BATCH: Extent.parse(options.batch, "--batch"), TOKENS: Extent.parse(options.tokens, "--tokens")}
-    sizes: dict[str, Extent] = {}
-    chosen = []
-    for spec in source.inputs:
-        for dim in spec.shape:
-            if isinstance(dim, int) or dim in sizes:
-                continue
-            low, high = spec.bounds.get(dim, (1, None))
-            extent = asked.get(dim, Extent())
-            if extent.maximum is None:
-                extent = _default(dim, source, bundle, example, low, high)
-                chosen.append(f"{dim} {extent.minimum}" + ("" if extent.fixed else f" to {extent.maximum}"))
-            if extent.minimum < low or (high is not None and (extent.maximum or 0) > high):
-                raise InputError(f"--{dim} asks for {extent.minimum} to {extent.maximum}; {source.file} takes {low} to {high}")
-            sizes[dim] = extent
-    unused = [f"--{axis}" for axis, extent in asked.items() if extent.maximum is not None and axis not in sizes]
-    if unused and not any(_fixed_at(source, axis, asked[axis]) for axis in asked if f"--{axis}" in unused):
-        raise InputError(f"{', '.join(unused)}: {source.file} has no such free axis; export the model again to change it")
-    free = "; --tokens and --batch MIN:OPT:MAX make other sizes"
-    return sizes, f"{source.file}: compiled for {', '.join(chosen)}{free}" if chosen else ""
-
-
-def _fixed_at(source: Artifact, axis: str, extent: Extent) -> bool:
-    """Whether the graph has that very size: an export with --tokens 64 leaves no free axis."""
-    position = 0 if axis == BATCH else 1
-    return extent.fixed and any(len(spec.shape) > position and spec.shape[position] == extent.minimum for spec in source.inputs)
-
-
-def _default(dim: str, source: Artifact, bundle: Bundle, example: Mapping[str, int], low: int, high: int | None) -> Extent:
-    if dim == TOKENS and source.form == "recurrent":
-        longest = max((chunk for case in bundle.manifest.golden for chunk in case.chunks), default=1)
-        return Extent(low, low, min(longest, high or longest))
-    length = max(low, 1) if dim == BATCH else max(low, min(example.get(dim, low), high or MAX_DEFAULT))
-    return Extent(length, length, length)
-
-
-MAX_DEFAULT = 1 << 20  # tokens of an example beyond which no engine is built without being asked for
-
-
-def _example_sizes(bundle: Bundle, source: Artifact) -> dict[str, int]:
-    """Lengths of the free axes in the golden case that has the example's size."""
-    ordered = sorted(bundle.cases(), key=lambda found: found[0].name != "example")
-    sizes: dict[str, int] = {}
-    for _, inputs, _ in ordered[:1]:
-        for spec in source.inputs:
-            if spec.name in inputs:
-                sizes.update(
-                    {dim: n for dim, n in zip(spec.shape, inputs[spec.name].shape, strict=True) if isinstance(dim, str)}
-                )
-    return sizes
-
-
-def _profile(specs: Sequence[TensorSpec], sizes: Mapping[str, Extent]) -> dict[str, tuple[list[int], list[int], list[int]]]:
-    """MIN, OPT and MAX shape of every input with free axes."""
-    shapes = {}
-    for spec in specs:
-        if not any(isinstance(dim, str) for dim in spec.shape):
-            continue
-        low = [dim if isinstance(dim, int) else sizes[dim].minimum for dim in spec.shape]
-        usual = [dim if isinstance(dim, int) else sizes[dim].optimum or sizes[dim].minimum for dim in spec.shape]
-        high = [dim if isinstance(dim, int) else sizes[dim].maximum or sizes[dim].minimum for dim in spec.shape]
-        shapes[spec.name] = (low, usual, high)
-    return shapes
-
-
-def profile_shapes(
-    bundle: Bundle, source: Artifact, options: EngineOptions
-) -> dict[str, tuple[list[int], list[int], list[int]]]:
-    """The shapes that a build of this graph would be given, by input: MIN, OPT, MAX."""
-    return _profile(source.inputs, _sizes(bundle, source, options)[0])
-
-
-def _spec(spec: TensorSpec, sizes: Mapping[str, Extent]) -> TensorSpec:
-    """Of the engine: fixed axes are numbers, free ones have bounds."""
-    shape = [sizes[dim].minimum if isinstance(dim, str) and dim in sizes and sizes[dim].fixed else dim for dim in spec.shape]
-    bounds = {dim: (sizes[dim].minimum, sizes[dim].maximum) for dim in shape if isinstance(dim, str) and dim in sizes}
-    return spec.model_copy(update={"shape": shape, "bounds": bounds or spec.bounds})
 
 
 def _stream(stream: StreamSpec, files: list[str]) -> StreamSpec:

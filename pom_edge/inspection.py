@@ -97,6 +97,7 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
                 **({"ranges": artifact.ranges} if ranges else {}),
                 "remainder": artifact.remainder,
                 "quantization": artifact.quantization,
+                **({} if artifact.engine is None else {"engine": artifact.engine}),
                 "notes": artifact.notes,
             }
             for artifact in manifest.artifacts

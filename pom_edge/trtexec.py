@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
-from pom_edge.compiling import EngineOptions, profile_shapes
+from pom_edge.engine_sizes import choose_sizes, profile
 from pom_edge.errors import InputError
 from pom_edge.exchange import writing_errors
 from pom_edge.runtimes.stepping import is_state
@@ -36,16 +36,16 @@ def trtexec_lines(bundle: Bundle, artifact: Artifact) -> dict[str, str]:
     if artifact.stream is not None:
         raise InputError(f"{artifact.file} is one of several passes; trtexec runs one graph: choose the parallel form")
     if artifact.engine is not None:
-        shapes = _shapes({spec.name: spec.shape for spec in artifact.inputs if all(isinstance(dim, int) for dim in spec.shape)})
-        base = f"trtexec --loadEngine={shlex.quote(artifact.file)}{shapes}"
+        fixed = _shapes({spec.name: spec.shape for spec in artifact.inputs if all(isinstance(dim, int) for dim in spec.shape)})
+        base = f"trtexec --loadEngine={shlex.quote(artifact.file)}{fixed}"
         return dict.fromkeys(("10", "11"), f"{base} {COMMON}")
-    profile = profile_shapes(bundle, artifact, EngineOptions((artifact.precision,)))
+    shapes = profile(artifact.inputs, choose_sizes(bundle, artifact, None, None)[0])
     engine = artifact.file.replace(".onnx", ".engine")
     flags = [f"--onnx={artifact.file}", f"--saveEngine={engine}", "--noTF32"]
     for index, option in enumerate(("minShapes", "optShapes", "maxShapes")):
-        if profile:
+        if shapes:
             flags.append(
-                f"--{option}=" + ",".join(f"{name}:{'x'.join(map(str, each[index]))}" for name, each in profile.items())
+                f"--{option}=" + ",".join(f"{name}:{'x'.join(map(str, each[index]))}" for name, each in shapes.items())
             )
     base = shlex.join(["trtexec", *flags])
     return {"10": f"{base} --stronglyTyped {COMMON}", "11": f"{base} {COMMON}"}

@@ -21,6 +21,7 @@ VERSIONS = ["10.3.0", "10.7.0", "10.13.3.9", "10.16.1.11", "11.4.0.106", "rtx-1.
 CUDA_VERSIONS = ["cuda-12.9.0", "cuda-13.0.0"]
 FILES = [
     "export/tensorrt_engine.py",
+    "export/timing_cache.py",
     "runtimes/tensorrt_library.py",
     "runtimes/engine_file.py",
     "runtimes/tensorrt_session.py",
@@ -222,12 +223,14 @@ MISTAKES = {
         ("error.node_operator()", "error.operator()"),
         ("trt.OnnxParser(network, logger)", "trt.OnnxParser(network)"),
         ("builder.build_serialized_network(network, config)", "builder.build_serialized_network(config)"),
-        ("cache.combine(other, False)", "cache.combine(other)"),
         ("def step_complete(self, phase_name: str, step: int)", "def step_done(self, phase_name: str, step: int)"),
         ("def phase_finish(self, phase_name: str)", "def phase_finish(self, phase: str)"),
         ("layer.get_output(0).dtype", "layer.get_output(0).type"),
         ("get_engine_information(trt.LayerInformationFormat.JSON)", "get_engine_information()"),
         ('"OBEY_PRECISION_CONSTRAINTS" in', '"OBEY_PRECISION" in'),
+    ],
+    "export/timing_cache.py": [
+        ("cache.combine(other, False)", "cache.combine(other)"),
     ],
     "runtimes/engine_file.py": [
         ("runtime.deserialize_cuda_engine(reader)", "runtime.deserialise_cuda_engine(reader)"),
