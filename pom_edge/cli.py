@@ -30,7 +30,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Bundle = Annotated[Path, typer.Argument(help="A .pom bundle.", show_default=False)]
-Runtime = Annotated[str, typer.Option(help="Runtime that executes the artifact.")]
+Runtime = Annotated[str | None, typer.Option(help="ort or coreml.  [default: that of the artifact]")]
 Artifact = Annotated[str | None, typer.Option(help="File name of the artifact, when the bundle holds several.")]
 Spill = Annotated[Path | None, typer.Option(help="Streamed: folder for the tokens between passes (default: in memory).")]
 Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; default: its own choice.", min=1)]
@@ -123,9 +123,9 @@ def _root(show_version: Version = False) -> None:
 @_reported
 def export_command(
     model: Annotated[Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2", show_default=False)],
-    target: Annotated[list[str] | None, typer.Option(help="onnx (repeatable).  [default: onnx]")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="onnx or coreml (repeatable).  [default: onnx]")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32]")
+        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32; coreml: fp16]")
     ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
@@ -149,6 +149,7 @@ def export_command(
     observer: Annotated[str, typer.Option(help="INT8 ranges: minmax, percentile or mse.")] = "percentile",
     int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
+    minimum_deployment_target: Annotated[str, typer.Option(help="Core ML: iOS16, iOS17 or iOS18.")] = "iOS17",
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
     ] = None,
@@ -165,7 +166,7 @@ def export_command(
     load_torch()
     options = ExportOptions(
         targets=tuple(target or ["onnx"]),
-        precisions=tuple(precision or ["fp32"]),
+        precisions=tuple(precision or []),
         form=form,
         tokens=tokens,
         batch=batch,
@@ -184,6 +185,7 @@ def export_command(
         observer=observer,
         int8_weights=int8_weights,
         remainder=remainder,
+        deployment_target=minimum_deployment_target,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         overwrite=overwrite,
     )
@@ -194,13 +196,15 @@ def export_command(
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_export(report)
+    if report.missing:
+        raise typer.Exit(3)
 
 
 @app.command()
 @_reported
 def check(
     bundle: Bundle,
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     artifact: Artifact = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also compare every mixer; needs the onnx package.")] = False,
     metric: Annotated[str | None, typer.Option(help="module:function(run) -> points; compared with PyTorch's.")] = None,
@@ -230,7 +234,7 @@ def run(
     bundle: Bundle,
     input_file: Annotated[Path, typer.Option("--input", help=".npz, .npy or .safetensors with inputs by tensor name.")],
     output_file: Annotated[Path, typer.Option("--output", help="Where the outputs go, in the same formats.")],
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     artifact: Artifact = None,
     spill: Spill = None,
     threads: Threads = None,
@@ -287,7 +291,7 @@ def memory(
     budget: Annotated[str | None, typer.Option(help="Bytes of the whole process: 512MiB, 500MB.")] = None,
     enforce: Annotated[bool, typer.Option("--enforce", help="Run under a limit of the system at the budget (Linux).")] = False,
     spill: Spill = None,
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     artifact: Artifact = None,
     threads: Threads = None,
     record: Annotated[bool, typer.Option("--record", help="Write the measurement into the bundle's manifest.")] = False,

@@ -39,6 +39,7 @@ STAGES = {
     "typed": "the typed graph",
     "eager": "the quantized PyTorch model",
     "quantized": "the quantized graph",
+    "coreml": "the Core ML program",
 }
 
 __all__ = ["Stage", "against", "against_graph", "hold_metric", "hold_stage", "missed", "parity_entry", "prove_gate"]

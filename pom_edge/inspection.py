@@ -18,6 +18,7 @@ from pom_edge.system import memory_bytes
 NEEDS = {
     "export": (("torch", "onnx", "onnxscript", "onnxruntime"), "pip install 'pom-edge[export]'"),
     "run and check (ort)": (("onnxruntime",), "pip install 'pom-edge[ort]'"),
+    "coreml": (("torch", "coremltools"), "pip install 'pom-edge[export,coreml]'"),
     "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
 }
 
@@ -100,7 +101,7 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
 
 def diagnose() -> dict[str, dict[str, Any]]:
     """Facts about this machine: versions, processor, memory, and what each step is missing."""
-    packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy")
+    packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "coremltools", "numpy")
     return {
         "machine": {
             **machine_facts(),

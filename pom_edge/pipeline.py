@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
+from pom_edge.coreml import build_coreml, check_coreml, coreml_options, missing_coreml
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from pom_edge.export.made import Made
     from pom_edge.subject import Subject
 
-TARGETS = ("onnx",)
+TARGETS = ("onnx", "coreml")
+DEFAULT_PRECISION = {"onnx": "fp32", "coreml": "fp16"}
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
@@ -62,7 +64,7 @@ class ExportOptions:
     """What to make, as on the command line (see ``pom-export --help``)."""
 
     targets: Sequence[str] = ("onnx",)
-    precisions: Sequence[str] = ("fp32",)
+    precisions: Sequence[str] = ()  # none: each target's own, see DEFAULT_PRECISION
     form: str | None = None
     tokens: str | int | None = None
     batch: str | int | None = None
@@ -81,8 +83,13 @@ class ExportOptions:
     observer: str = "percentile"
     int8_weights: str = "8bit"
     remainder: str = "fp32"
+    deployment_target: str = "iOS17"
     memory_budget: int | None = None
     overwrite: bool = False
+
+    def precisions_of(self, target: str) -> tuple[str, ...]:
+        """What a target is made in."""
+        return tuple(dict.fromkeys(self.precisions)) or (DEFAULT_PRECISION.get(target, "fp32"),)
 
     def check(self) -> None:
         """Refuse what this version does not make.
@@ -96,7 +103,7 @@ class ExportOptions:
             raise InputError("--max-drop needs --metric module:function, whose points may drop")
         for what, asked, known in (
             ("target", self.targets, TARGETS),
-            ("precision", self.precisions, PRECISIONS),
+            ("precision", [p for target in self.targets for p in self.precisions_of(target)], PRECISIONS),
             ("form", [self.form or FORMS[0]], FORMS),
             ("remainder", [self.remainder], REMAINDERS),
             ("observer", [self.observer], OBSERVERS),
@@ -115,7 +122,9 @@ class ExportOptions:
             raise InputError("--memory-budget needs --tokens N: memory is that of a run of some length")
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
-        lowest = min(GATES_DB[precision] for precision in self.precisions)
+        if "coreml" in self.targets:
+            check_coreml(self)
+        lowest = min(GATES_DB[precision] for target in self.targets for precision in self.precisions_of(target))
         if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
             raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")
 
@@ -211,7 +220,7 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 def export_bundle(
     model: nn.Module,
     targets: Sequence[str] | str = ("onnx",),
-    precision: Sequence[str] | str = "fp32",
+    precision: Sequence[str] | str = (),
     *,
     example_inputs: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] = "model.pom",
@@ -222,8 +231,9 @@ def export_bundle(
 
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
-        targets: ``"onnx"``.
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, or several of them.
+        targets: ``"onnx"``, ``"coreml"``, or both.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several of them; the default is FP32 on
+            ONNX and FP16 on Core ML.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.
@@ -320,6 +330,9 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     from pom_edge.export.inputs import Extent, check_example
 
     start = time.perf_counter()
+    missing = missing_coreml(options, out)
+    if set(options.targets) == {"coreml"}:
+        options = coreml_options(options, subject.example)
     metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     if options.form == "streamed" and options.batch is None:
@@ -344,16 +357,24 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
     with write_bundle(out, options.overwrite) as folder:
         with tempfile.TemporaryDirectory() as scratch:
-            builder = Builder(subject, made, cases, folder, Path(scratch), metadata, options, metric, step)
+            own = options.precisions_of("onnx") if "onnx" in options.targets else ()
+            chosen = dataclasses.replace(options, precisions=own)
+            builder = Builder(subject, made, cases, folder, Path(scratch), metadata, chosen, metric, step)
             builder.hold_fp32()
-            built = [builder.build(precision) for precision in dict.fromkeys(options.precisions)]
+            built = [builder.build(precision) for precision in own]
+            if "coreml" in options.targets and not missing:
+                if "onnx" in options.targets:  # its shapes are fixed: graphs and cases of its own
+                    narrow = coreml_options(options, subject.example)
+                    builder, more = _fixed_builder(subject, narrow, folder, Path(scratch), metadata, step)
+                    cases += more
+                built += build_coreml(builder, options)
         notes += [note for each in built for note in each.notes]
         golden, entries = store(cases)
         fields = {
             "name": out.stem,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "producer": f"pom-edge {_version('pom-edge')}",
-            "tools": {name: _version(name) for name in ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")},
+            "tools": {name: _version(name) for name in _tools(options)},
             "model": subject.info,
             "published_layout": subject.published_layout,
             "config_hash": config_hash,
@@ -374,7 +395,29 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             finish()
         step("check the bundle")
         reports = [_check_artifact(folder, each, step) for each in built]
-    return ExportReport(out, reports, warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return ExportReport(out, reports, missing, subject.warnings, notes, seconds)
+
+
+def _fixed_builder(
+    subject: Subject, options: ExportOptions, folder: Path, scratch: Path, metadata: dict[str, str], step: Step
+) -> tuple[Builder, list[Case]]:
+    """A form of fixed shapes beside one of free shapes, with recorded cases of its own."""
+    from pom_edge.export.golden import record
+    from pom_edge.export.inputs import Extent
+
+    batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
+    step("trace it with fixed shapes")
+    made, _ = _make(subject, options, batch, tokens, step)
+    cases, _ = record(_cases(subject, made, batch, tokens), made.plan.reference)
+    for case in cases:
+        case.name = f"fixed-{case.name}"
+    fixed = scratch / "fixed"
+    fixed.mkdir()
+    none = dataclasses.replace(options, precisions=())
+    builder = Builder(subject, made, cases, folder, fixed, metadata, none, None, step)
+    builder.hold_fp32()
+    return builder, cases
 
 
 def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
@@ -382,16 +425,16 @@ def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
     from pom_edge.export.arena import arena_plan
 
     made = built.made
-    runs = made.precision != "bf16"  # ONNX Runtime has no BF16 kernels on the CPU
+    runs = made.target == "onnx" and made.precision != "bf16"  # ONNX Runtime has no BF16 kernels on the CPU
     return Artifact(
-        target="onnx",
+        target=made.target,
         form=made.plan.form,
         precision=made.precision,
         remainder=made.remainder,
         file=made.file,
         files=built.files,
         notes=notes,
-        verified="onnxruntime (CPU)" if runs else EVALUATED,
+        verified=built.verified or ("onnxruntime (CPU)" if runs else EVALUATED),
         parity=built.parity,
         ranges=built.ranges,
         quantization=built.quantization,
@@ -507,13 +550,13 @@ def _check_artifact(folder: Path, built: Built, step: Step) -> ArtifactReport:
         start = time.perf_counter()
         session.run_named(inputs)
         run_ms = round(1e3 * (time.perf_counter() - start), 3)
-    if verified == EVALUATED:
+    if made.target != "onnx" or verified == EVALUATED:
         timed, peak = None, None  # those of the evaluator are not the artifact's
     else:
         step("measure its memory")
         timed, peak = run_ms, measure_peak(folder, made.file, inputs)
     return ArtifactReport(
-        "onnx",
+        made.target,
         made.plan.form,
         made.precision,
         made.file,
@@ -526,6 +569,10 @@ def _check_artifact(folder: Path, built: Built, step: Step) -> ArtifactReport:
         None if peak is None else peak.to_dict(),
         built.speedup,
     )
+
+
+def _tools(options: ExportOptions) -> tuple[str, ...]:
+    return ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", *(["coremltools"] if "coreml" in options.targets else []))
 
 
 def _bytes(folder: Path, files: list[str]) -> int:

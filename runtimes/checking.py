@@ -12,7 +12,7 @@ from pom_edge.metric import Metric
 from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, open_session
-from pom_edge.runtimes.stepping import run_case
+from pom_edge.runtimes.stepping import fits, run_case
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
 
@@ -95,6 +95,8 @@ def check_session(session: Session, layers: bool = False, metric: Metric | None 
     check = ArtifactCheck(session.artifact.file, session.runtime, session.artifact.precision, gate_db)
     found: dict[str, list[Metrics]] = {}
     for case, inputs, reference in session.bundle.cases():
+        if not fits(session.artifact, case, inputs):
+            continue
         outputs = run_case(session.execute, session.artifact, case, inputs)
         comparison = compare(reference, case.sampled(outputs), gate_db)
         for name, metrics in comparison.values.items():
@@ -126,7 +128,7 @@ def _compare_metric(metric: Metric, session: Session) -> dict[str, Any]:
 
 def check_bundle(
     path: str | PathLike[str],
-    runtime: str = "ort",
+    runtime: str | None = None,
     artifact: str | None = None,
     layers: bool = False,
     threads: int | None = None,

@@ -12,7 +12,7 @@ from pom_edge.errors import InputError, require
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import Metrics, measure, worst
 from pom_edge.runtimes.rounding import open_rounded
-from pom_edge.runtimes.stepping import Execute, is_state, run_case
+from pom_edge.runtimes.stepping import Execute, fits, is_state, run_case
 from pom_edge.runtimes.streamed import run_stream
 from pom_edge.runtimes.tokens import Buffer
 
@@ -49,7 +49,7 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
         InputError: the bundle recorded no layers.
         MissingExtraError: the onnx package is not installed.
     """
-    cases = [(case, inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps]
+    cases = [(case, inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps and fits(artifact, case, inputs)]
     names = list(artifact.mixers) if artifact.stream is None else [n for step in artifact.stream.passes for n in step.mixers]
     if not cases or not names:
         raise InputError(f"{artifact.file} recorded no layers (a bare layer or a .pt2 program has none inside)")
@@ -66,6 +66,10 @@ def _tapped(bundle: Bundle, artifact: Artifact) -> Execute:
     """The artifact with its mixers' outputs, whatever its form."""
     stream = artifact.stream
     open_graph = open_rounded if artifact.precision == "bf16" else open_tapped
+    if artifact.target == "coreml":
+        from pom_edge.runtimes.coreml_session import open_package
+
+        open_graph = open_package
     if stream is None:
         states = {spec.name: spec.name for spec in artifact.outputs if is_state(spec.name)}
         return open_graph(bundle.path / artifact.file, artifact.mixers | states)

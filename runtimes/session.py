@@ -20,7 +20,8 @@ from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
 
-RUNTIMES = ("ort",)
+RUNTIMES = ("ort", "coreml")
+EXTENSIONS = {"ort": ".onnx", "coreml": ".mlpackage"}
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
@@ -330,7 +331,7 @@ def _converted(spec: TensorSpec, array: np.ndarray, wanted: np.dtype) -> np.ndar
 
 def open_session(
     path: str | os.PathLike[str],
-    runtime: str = "ort",
+    runtime: str | None = None,
     artifact: str | None = None,
     threads: int | None = None,
     spill: str | os.PathLike[str] | None = None,
@@ -339,7 +340,7 @@ def open_session(
 
     Args:
         path: the ``.pom`` folder; its hashes are verified before any native parser sees a byte.
-        runtime: ``"ort"`` (ONNX Runtime, CPU).
+        runtime: ``"ort"`` (ONNX Runtime, CPU) or ``"coreml"`` (macOS; evaluated elsewhere); None takes that of the artifact.
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
@@ -349,15 +350,28 @@ def open_session(
         InputError: unknown runtime, or no artifact of the bundle fits it.
         MissingExtraError: the runtime is not installed.
     """
-    if runtime not in RUNTIMES:
+    if runtime is not None and runtime not in RUNTIMES:
         raise InputError(f"unknown runtime {runtime!r}; this version has {', '.join(RUNTIMES)}")
-    from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
-
     bundle = Bundle.open(Path(path))
-    chosen = select_artifact(bundle, OnnxRuntimeSession.extension, artifact)
+    runtime = runtime or _runtime_of(bundle, artifact)
+    chosen = select_artifact(bundle, EXTENSIONS[runtime], artifact)
     if spill is not None and chosen.stream is None:
         raise InputError(f"spill is for the streamed form, {chosen.file} is of the {chosen.form} form; leave it out")
-    return OnnxRuntimeSession(bundle, chosen, threads, None if spill is None else Path(spill))
+    folder = None if spill is None else Path(spill)
+    if runtime == "coreml":
+        from pom_edge.runtimes.coreml_session import CoreMLSession
+
+        return CoreMLSession(bundle, chosen, folder)
+    from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
+
+    return OnnxRuntimeSession(bundle, chosen, threads, folder)
+
+
+def _runtime_of(bundle: Bundle, name: str | None) -> str:
+    """The runtime that takes the artifact of that name; without a name ONNX Runtime, if the bundle holds something for it."""
+    files = [artifact.file for artifact in bundle.manifest.artifacts if name in (None, artifact.file)]
+    fitting = [runtime for runtime in RUNTIMES if any(file.endswith(EXTENSIONS[runtime]) for file in files)]
+    return fitting[0] if fitting else RUNTIMES[0]
 
 
 def select_artifact(bundle: Bundle, extension: str, name: str | None) -> Artifact:

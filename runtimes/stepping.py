@@ -27,6 +27,7 @@ __all__ = [
     "NO_AXIS",
     "STATE",
     "empty_state",
+    "fits",
     "is_state",
     "join",
     "load_state",
@@ -111,6 +112,26 @@ def run_case(execute: Execute, artifact: Artifact, case: GoldenCase, inputs: Arr
         return dict(execute(inputs))
     batch = inputs[artifact.inputs[0].name].shape[0]
     return run_chunks(execute, inputs, artifact.token_axes, case.chunks, empty_state(artifact.inputs, batch))
+
+
+def fits(artifact: Artifact, case: GoldenCase, inputs: Mapping[str, np.ndarray]) -> bool:
+    """Whether an artifact takes a case's shapes: those of fixed shapes have cases of their own."""
+    axes = artifact.token_axes if artifact.form == "recurrent" else {}
+    sizes: dict[str, int] = {}
+    for spec in artifact.inputs:
+        if spec.name not in inputs:
+            continue
+        shape = inputs[spec.name].shape
+        if len(shape) != len(spec.shape):
+            return False
+        for axis, (length, dim) in enumerate(zip(shape, spec.shape, strict=True)):
+            lengths = case.chunks if axes.get(spec.name) == axis else [length]
+            low, high = (dim, dim) if isinstance(dim, int) else spec.bounds.get(dim, (1, None))
+            if any(n < low or (high is not None and n > high) for n in lengths):
+                return False
+            if isinstance(dim, str) and sizes.setdefault(dim, length) != length:
+                return False
+    return True
 
 
 def save_state(path: Path, state: Arrays, artifact: Artifact, sha256: str) -> None:

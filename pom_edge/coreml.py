@@ -1,0 +1,140 @@
+"""The Core ML target: which shapes it fixes, and its artifacts, each held against PyTorch by evaluating the saved package."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pom_edge.building import Builder, Built
+from pom_edge.errors import InputError, MissingExtraError
+from pom_edge.gates import Stage, against_graph, hold_stage, missed
+from pom_edge.runtimes.coreml_session import EVALUATED
+
+if TYPE_CHECKING:
+    from pom_edge.export.packages import Islands, Packages
+    from pom_edge.pipeline import ExportOptions
+
+INSTALL = "pip install 'pom-edge[coreml]'"
+CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
+STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
+
+__all__ = ["build_coreml", "check_coreml", "coreml_options", "missing_coreml"]
+
+
+def check_coreml(options: ExportOptions) -> None:
+    """Refuse what Core ML does not have.
+
+    Raises:
+        InputError: BF16, an unknown deployment target, or one too old for the precision.
+    """
+    known = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
+    target, precisions = options.deployment_target, options.precisions_of("coreml")
+    if target not in known:
+        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(known)}")
+    if "bf16" in precisions:
+        raise InputError("Core ML has no BF16; use --precision fp16, its own default, or fp32")
+    for precision, oldest in (("int8", 17), ("w4", 18)):
+        if precision in precisions and known[target] < oldest:
+            raise InputError(
+                f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
+                f"iOS{oldest}"
+            )
+    if options.tokens is None or ":" not in str(options.tokens):
+        return
+    if options.form == "recurrent":
+        raise InputError(f"--tokens is {options.tokens!r}; a chunk of the recurrent form has one length on Core ML: give N")
+
+
+def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
+    """What the report says where coremltools is not installed.
+
+    Raises:
+        MissingExtraError: nothing else was asked for.
+    """
+    if "coreml" not in options.targets or find_spec("coremltools") is not None:
+        return []
+    if set(options.targets) == {"coreml"}:
+        raise MissingExtraError(f"coremltools is not installed, and --target coreml needs it. Run: {INSTALL}")
+    return [{"target": "coreml", "reason": "coremltools is not installed", "run": f"{INSTALL}, then export {out.name} again"}]
+
+
+def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> ExportOptions:
+    """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given."""
+    from pom_edge.export.inputs import TOKENS, Extent, plan_axes
+
+    changes: dict[str, Any] = {"batch": options.batch or 1}
+    if options.form == "streamed":
+        if options.chunk is None:
+            changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
+    elif options.tokens is None:
+        axes = plan_axes(dict(example), Extent(), Extent())
+        lengths = [
+            int(example[name].shape[dims.index(TOKENS)]) for name, dims in axes.items() if TOKENS in dims
+        ]
+        if lengths:
+            changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
+    return dataclasses.replace(options, **changes)
+
+
+def build_coreml(builder: Builder, options: ExportOptions) -> list[Built]:
+    """The artifacts of every precision that was asked for.
+
+    Raises:
+        GateError: one misses its gate, whatever stays in FP32.
+    """
+    return [_CoreML(builder, options, precision).build() for precision in options.precisions_of("coreml")]
+
+
+class _CoreML:
+    """One artifact on its way."""
+
+    def __init__(self, builder: Builder, options: ExportOptions, precision: str) -> None:
+        self._builder, self._options, self._precision = builder, options, precision
+        self._made, self._cases = builder.made, builder.cases
+        self._gate_db = builder.gate_db(precision)
+
+    def build(self) -> Built:
+        keep: set[str] = set()
+        ranges: dict[str, Any] | None = None
+        while True:
+            islands = None
+            if self._precision != "fp32":
+                islands, ranges = self._islands(keep)
+            packages, files, stage = self._convert(islands)
+            failed = missed(stage, self._gate_db)
+            if not failed:
+                break
+            mixers = {name.split("#")[0] for name in stage if name not in self._builder.outputs}
+            below = {name.split("#")[0] for name in failed} & mixers
+            if not below:  # an output alone misses: the worst mixer is the likeliest cause
+                left = {name: stage[name].snr_db for name in stage if name.split("#")[0] in mixers - keep}
+                below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
+            if self._precision == "fp32" or not below - keep:
+                hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
+            keep |= below
+        notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept in FP32"] if keep else []
+        if ranges is not None:
+            ranges["half_share"] = packages.half_share
+        parity = self._builder.parity({**self._builder.stages, "coreml": stage}, self._precision)
+        parity["operators"] = packages.operators()
+        return Built(packages, files, parity, ranges, notes=notes, verified=EVALUATED)
+
+    def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
+        from pom_edge.export.packages import Islands
+        from pom_edge.export.typed import typed
+
+        made, ranges = typed(self._made, "fp16", self._builder.facts(), keep)
+        return [Islands.of(graph, keep) for graph in made.graphs], ranges
+
+    def _convert(self, islands: list[Islands] | None) -> tuple[Packages, list[str], Stage]:
+        from pom_edge.export.packages import Packages
+
+        step, kind = self._builder.step, f"Core ML in {self._precision}"
+        step(f"convert to {kind}")
+        packages = Packages(self._made, self._precision, islands, self._options.deployment_target)
+        files = self._builder.write(packages)
+        step(f"evaluate {kind} beside PyTorch")
+        return packages, files, against_graph(self._cases, self._made.plan, packages.written(self._builder.folder))
