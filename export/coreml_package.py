@@ -149,7 +149,8 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
         MissingExtraError: coremltools is not installed.
     """
     ct = load_coremltools()
-    program = prepare(traced)
+    with quiet_coremltools():
+        program = prepare(traced)
     integers = [not _is_float(node) for node in _results(program)]
     names = [*map(coreml_name, traced.outputs), *(f"{TAP}{i}" for i in range(len(traced.taps)))]
     outputs = [
@@ -198,9 +199,14 @@ def _refusal(ct: Any, error: Exception) -> str:
     )
 
 
-def compress(package: Package, precision: str) -> None:
-    """Store the weights as integers: ``w8`` per channel (int8, symmetric), ``w4`` in blocks of 32 (int4, iOS18)."""
-    ct = load_coremltools()
+def compress(package: Package, precision: str, keep: Collection[str] = ()) -> None:
+    """Store the weights as integers: ``w8`` per channel (int8, symmetric), ``w4`` in blocks of 32 (int4, iOS18).
+
+    Args:
+        package: changed in place.
+        precision: see above.
+        keep: module paths whose weights stay as they are.
+    """
     with quiet_coremltools():
         import coremltools.optimize.coreml as cto
 
@@ -210,8 +216,10 @@ def compress(package: Package, precision: str) -> None:
             config = cto.OpLinearQuantizerConfig(
                 mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=32, weight_threshold=MIN_COMPRESSED
             )
-        package.model = cto.linear_quantize_weights(package.model, config=cto.OptimizationConfig(global_config=config))
-    del ct
+        weights = cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED)
+        floats = {name: None for name in weights if any(f"_{coreml_name(path)}_" in name for path in keep)}
+        chosen = cto.OptimizationConfig(global_config=config, op_name_configs=floats)
+        package.model = cto.linear_quantize_weights(package.model, config=chosen)
 
 
 def save_package(package: Package, path: Path, metadata: Mapping[str, str]) -> dict[str, str]:

@@ -40,7 +40,7 @@ def prepare(traced: Traced) -> torch.export.ExportedProgram:
     program = traced.program.run_decompositions({})
     graph = program.graph
     _drop_effectless(graph)
-    _fold(program)
+    _fold(program, traced.prefix)
     _name_inputs(program, traced.inputs)
     for node in graph.nodes:
         node.meta["stack_trace"] = _module_path(node, traced.prefix)
@@ -60,8 +60,8 @@ def _drop_effectless(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _fold(program: torch.export.ExportedProgram) -> None:
-    """Compute what depends on no input, and lift it into constants of the program."""
+def _fold(program: torch.export.ExportedProgram, prefix: str) -> None:
+    """Compute what depends on no input, and lift it into constants of the program, named by the module that asked for it."""
     graph, signature = program.graph, program.graph_signature
     values: dict[fx.Node, Any] = _constants(program)
     lifted = set(values)
@@ -76,7 +76,7 @@ def _fold(program: torch.export.ExportedProgram) -> None:
     for node in [n for n in graph.nodes if n in values and n not in lifted]:
         if not isinstance(values[node], Tensor) or all(user in values for user in node.users):
             continue
-        name = f"{FOLDED}{len(specs)}"
+        name = f"{FOLDED}{len(specs)}_{coreml_name(_module_path(node, prefix)).strip('_')}_"
         with graph.inserting_before(first):
             constant = graph.placeholder(name)
         constant.meta["val"] = node.meta["val"]

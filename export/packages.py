@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Packages:
         islands: what stays in FP32 in each graph; None: all of it.
         target: minimum deployment target.
         traced: what to convert instead of the base's own programs (a quantized one).
+        float_weights: ``w8``, ``w4``: module paths whose weights stay FP16.
     """
 
     target = "coreml"
@@ -38,7 +39,8 @@ class Packages:
     remainder = "fp32"
 
     def __init__(
-        self, base: Made, precision: str, islands: list[Islands] | None, target: str, traced: list[Traced] | None = None
+        self, base: Made, precision: str, islands: list[Islands] | None, target: str, traced: list[Traced] | None = None,
+        float_weights: Collection[str] = (),
     ) -> None:
         self.base, self.precision, self.deployment = base, precision, target
         programs = base.traced_graphs if traced is None else traced
@@ -46,7 +48,7 @@ class Packages:
         self.packages: list[Package] = [convert(t, kept, target) for t, kept in zip(programs, each, strict=True)]
         if precision in ("w8", "w4"):
             for package in self.packages:
-                compress(package, precision)
+                compress(package, precision, float_weights)
         self._taps: list[dict[str, str]] = []
         self._programs: list[MilProgram] = []
 

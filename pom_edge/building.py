@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pom_edge.export.typed import Facts
     from pom_edge.pipeline import ExportOptions
     from pom_edge.quantize.calibration import Calibration
-    from pom_edge.quantize.forms import FormQuantizer
+    from pom_edge.quantize.forms import FormQuantizer, QuantizedForm
     from pom_edge.runtimes.stepping import Execute
     from pom_edge.subject import Subject
 
@@ -203,13 +203,7 @@ class Builder:
     def _int8(self) -> Built:
         from pom_edge.quantize.graph import finish
 
-        quantizer, data = self._calibrated()
-        self._step("quantize each layer alone")
-        case = self._cases[0]
-        alone = quantizer.sensitivity(case)
-        kept = self._fall_back(quantizer, alone)
-        self._step("make the INT8 graph")
-        form = quantizer.convert(kept)
+        form, data, alone, kept = self.quantized()
         eager = against(self._cases, self._made.plan, form.eager)
         gate_db = self.gate_db("int8")
         if self._options.remainder == "fp32":
@@ -223,7 +217,24 @@ class Builder:
         hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)
         eager_db = self._hold_eager(built.made, form.eager)
         built.parity = self.parity({**self._stages, "eager": eager, "quantized": stage}, "int8", eager_db)
-        built.quantization = {
+        built.quantization = self.quantization(form, data, alone, kept)
+        built.notes += [*data.warnings, *form.warnings]
+        if kept:
+            built.notes.append(f"int8: {', '.join(kept)} kept in float, so that every gate holds")
+        return built
+
+    def quantized(self) -> tuple[QuantizedForm, Calibration, dict[str, float], list[str]]:
+        """The form in INT8, its data, what each layer costs alone (dB), and those that stay in float."""
+        quantizer, data = self._calibrated()
+        self._step("quantize each layer alone")
+        alone = quantizer.sensitivity(self._cases[0])
+        kept = self._fall_back(quantizer, alone)
+        self._step("make the INT8 graph")
+        return quantizer.convert(kept), data, alone, kept
+
+    def quantization(self, form: QuantizedForm, data: Calibration, alone: dict[str, float], kept: list[str]) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {
             "calibration": data.source,
             "samples": data.samples,
             "observer": self._options.observer,
@@ -240,10 +251,6 @@ class Builder:
                 for fact in form.layers
             ],
         }
-        built.notes += [*data.warnings, *form.warnings]
-        if kept:
-            built.notes.append(f"int8: {', '.join(kept)} kept in float, so that every gate holds")
-        return built
 
     def _calibrated(self) -> tuple[FormQuantizer, Calibration]:
         from pom_edge.export.inputs import Extent, plan_axes

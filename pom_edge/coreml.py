@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
 from pom_edge.errors import InputError, MissingExtraError
-from pom_edge.gates import Stage, against_graph, hold_stage, missed
+from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
 from pom_edge.runtimes.coreml_session import EVALUATED
+from pom_edge.runtimes.parity import measure, worst
 
 if TYPE_CHECKING:
+    from pom_edge.export.onnx_graph import Traced
     from pom_edge.export.packages import Islands, Packages
     from pom_edge.pipeline import ExportOptions
+    from pom_edge.runtimes.stepping import Execute
 
 INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
@@ -95,15 +98,20 @@ class _CoreML:
         self._builder, self._options, self._precision = builder, options, precision
         self._made, self._cases = builder.made, builder.cases
         self._gate_db = builder.gate_db(precision)
+        self._weights_only = precision in ("w8", "w4")
 
     def build(self) -> Built:
         keep: set[str] = set()
+        form = quantization = eager = None
+        if self._precision == "int8":
+            form, *facts = self._builder.quantized()
+            quantization = self._builder.quantization(form, *facts)
         ranges: dict[str, Any] | None = None
         while True:
             islands = None
             if self._precision != "fp32":
-                islands, ranges = self._islands(keep)
-            packages, files, stage = self._convert(islands)
+                islands, ranges = self._islands(set() if self._weights_only else keep)
+            packages, files, stage = self._convert(islands, None if form is None else form.made.traced_graphs, keep)
             failed = missed(stage, self._gate_db)
             if not failed:
                 break
@@ -112,15 +120,32 @@ class _CoreML:
             if not below:  # an output alone misses: the worst mixer is the likeliest cause
                 left = {name: stage[name].snr_db for name in stage if name.split("#")[0] in mixers - keep}
                 below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
+            if self._weights_only and below <= keep:  # the mixer is as it was: what comes before it is not
+                below = {path.rpartition(".")[0] for path in below} - {""}
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
             keep |= below
-        notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept in FP32"] if keep else []
+        width = "with FP16 weights" if self._weights_only else "in FP32"
+        notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept {width}, for the gate"] if keep else []
         if ranges is not None:
             ranges["half_share"] = packages.half_share
-        parity = self._builder.parity({**self._builder.stages, "coreml": stage}, self._precision)
+        stages = dict(self._builder.stages)
+        if form is not None:
+            stages["eager"] = against(self._cases, self._made.plan, form.eager)
+            eager = self._beside_eager(packages, form.eager)
+        parity = self._builder.parity({**stages, "coreml": stage}, self._precision, eager)
         parity["operators"] = packages.operators()
-        return Built(packages, files, parity, ranges, notes=notes, verified=EVALUATED)
+        return Built(packages, files, parity, ranges, quantization, notes=notes, verified=EVALUATED)
+
+    def _beside_eager(self, packages: Packages, eager: Execute) -> float:
+        """SNR of the package against the quantized model of PyTorch: a figure and no gate, since what is between integers
+        computes in FP16 here, and a value at the middle between two integers goes one way or the other."""
+        run = packages.written(self._builder.folder)
+        found = []
+        for case in self._cases:
+            truth, values = (self._made.plan.through(each, case.inputs, case.chunks) for each in (eager, run))
+            found += [measure(truth[name], values[name]) for name in self._builder.outputs]
+        return round(worst(found).snr_db, 2)
 
     def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
         from pom_edge.export.packages import Islands
@@ -129,12 +154,15 @@ class _CoreML:
         made, ranges = typed(self._made, "fp16", self._builder.facts(), keep)
         return [Islands.of(graph, keep) for graph in made.graphs], ranges
 
-    def _convert(self, islands: list[Islands] | None) -> tuple[Packages, list[str], Stage]:
+    def _convert(
+        self, islands: list[Islands] | None, traced: list[Traced] | None, keep: set[str]
+    ) -> tuple[Packages, list[str], Stage]:
         from pom_edge.export.packages import Packages
 
         step, kind = self._builder.step, f"Core ML in {self._precision}"
         step(f"convert to {kind}")
-        packages = Packages(self._made, self._precision, islands, self._options.deployment_target)
+        floats = keep if self._weights_only else set()
+        packages = Packages(self._made, self._precision, islands, self._options.deployment_target, traced, floats)
         files = self._builder.write(packages)
         step(f"evaluate {kind} beside PyTorch")
         return packages, files, against_graph(self._cases, self._made.plan, packages.written(self._builder.folder))

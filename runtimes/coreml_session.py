@@ -18,6 +18,7 @@ from pom_edge.errors import BundleError, InputError, PomError
 from pom_edge.runtimes.coreml_library import load_coremltools, on_apple, quiet_coremltools
 from pom_edge.runtimes.mil_program import MilProgram
 from pom_edge.runtimes.session import Session
+from pom_edge.runtimes.stepping import run_rows
 
 EVALUATED = "evaluated, not run on a device"
 UNITS = ("ALL", "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE")
@@ -50,6 +51,14 @@ class CoreMLSession(Session):
         if on_apple():
             return f"Core ML on macOS {platform.mac_ver()[0]} ({self._units})"
         return f"MIL of coremltools {self._version}, {EVALUATED}"
+
+    def run_named(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As :meth:`Session.run_named`; more sequences than the package takes go through it one part after the other."""
+        first = self.inputs[0].shape[0] if self.inputs[0].shape else None
+        arrays = {spec.name: np.asarray(inputs[spec.name]) for spec in self.inputs if spec.name in inputs}
+        if not isinstance(first, int) or len(arrays) < len(inputs) or not arrays or not next(iter(arrays.values())).ndim:
+            return super().run_named(inputs)
+        return run_rows(super().run_named, arrays, first)
 
     def _run_graph(self, index: int, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if not self._natives:
