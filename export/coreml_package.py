@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pom_edge.errors import InputError
-from pom_edge.export.coreml_program import coreml_name, prepare
+from pom_edge.export.coreml_program import coreml_name, merge_results, prepare
 from pom_edge.export.onnx_graph import Graph, Traced
 from pom_edge.export.ranges import AGGREGATE, TABLES
 from pom_edge.runtimes.coreml_library import load_coremltools, quiet_coremltools
@@ -110,15 +110,16 @@ class Package:
 
     Attributes:
         model: coremltools' model, with the mixers' outputs as further outputs.
-        inputs, outputs: names in the manifest, in order.
-        taps: module paths of the mixers, in the order of the further outputs.
+        inputs: names in the manifest, in order.
+        outputs: names in the manifest -> in the package.
+        taps: module paths of the mixers -> outputs that hold theirs.
         enumerated: input -> the shapes that it may have; empty: its shape is fixed, or a range.
     """
 
     model: Any
     inputs: list[str]
-    outputs: list[str]
-    taps: list[str]
+    outputs: dict[str, str]
+    taps: dict[str, str]
     enumerated: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
@@ -151,10 +152,11 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
     ct = load_coremltools()
     with quiet_coremltools():
         program = prepare(traced)
-    integers = [not _is_float(node) for node in _results(program)]
     names = [*map(coreml_name, traced.outputs), *(f"{TAP}{i}" for i in range(len(traced.taps)))]
+    found = merge_results(program, names)
     outputs = [
-        ct.TensorType(name=name, dtype=np.int32 if whole else np.float32) for name, whole in zip(names, integers, strict=True)
+        ct.TensorType(name=name, dtype=np.float32 if _is_float(node) else np.int32)
+        for name, node in zip(dict.fromkeys(found.values()), _results(program), strict=True)
     ]
     try:
         with quiet_coremltools():
@@ -167,7 +169,8 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
             )
     except Exception as error:  # whatever coremltools raises on a graph that it cannot take
         raise InputError(_refusal(ct, error)) from error
-    return Package(model, list(traced.inputs), list(traced.outputs), list(traced.taps))
+    taps = {path: found[f"{TAP}{index}"] for index, path in enumerate(traced.taps)}
+    return Package(model, list(traced.inputs), {name: found[coreml_name(name)] for name in traced.outputs}, taps)
 
 
 def _half_precision(ct: Any, islands: Islands) -> Any:
@@ -254,15 +257,14 @@ def _block(spec: Any) -> Any:
     return block
 
 
-def _drop_taps(spec: Any, paths: Sequence[str]) -> dict[str, str]:
+def _drop_taps(spec: Any, taps: Mapping[str, str]) -> dict[str, str]:
     """Take the mixers' outputs back, with the casts that only they needed."""
     block = _block(spec)
     producers = {value.name: operation for operation in block.operations for value in operation.outputs}
     found: dict[str, str] = {}
-    for index, path in enumerate(paths):
-        name = f"{TAP}{index}"
+    for path, name in taps.items():
         operation = producers[name]
-        while operation.type in ("cast", "identity") and _source(operation) in producers:
+        while name.startswith(TAP) and operation.type in ("cast", "identity") and _source(operation) in producers:
             name = _source(operation)
             operation = producers[name]
         found[path] = name

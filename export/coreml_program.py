@@ -22,7 +22,7 @@ FOLDED = "folded_"
 _FOLDABLE = ("aten", "prims", "_operator")
 _WITHOUT_EFFECT = ("_assert", "sym_constrain")
 
-__all__ = ["coreml_name", "prepare"]
+__all__ = ["coreml_name", "merge_results", "prepare"]
 
 
 def coreml_name(name: str) -> str:
@@ -47,6 +47,27 @@ def prepare(traced: Traced) -> torch.export.ExportedProgram:
     graph.lint()
     program.graph_module.recompile()
     return program
+
+
+def merge_results(program: torch.export.ExportedProgram, names: list[str]) -> dict[str, str]:
+    """Return a value once that is returned several times (a bare layer's output is its mixer's): Core ML has one name for it.
+
+    Args:
+        program: changed in place.
+        names: of its results.
+
+    Returns:
+        The name under which each result is to be found.
+    """
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    results, specs = list(output.args[0]), program.graph_signature.output_specs
+    first: dict[fx.Node, str] = {}
+    found = {name: first.setdefault(node, name) for name, node in zip(names, results, strict=True)}
+    kept = [index for index, name in enumerate(names) if found[name] == name]
+    output.args = (tuple(results[index] for index in kept),)
+    specs[:] = [specs[index] for index in kept]
+    program.graph_module.recompile()
+    return found
 
 
 def _drop_effectless(graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""The Core ML packages of one form, beside :class:`pom_edge.export.made.Made`, whose traced programs they are converted from."""
+"""The Core ML packages of one form, beside :class:`pom_edge.export.made.Made`, whose traced programs they are made from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pom_edge.bundle import TensorSpec
-from pom_edge.export.coreml_package import Package, compress, convert, save_package
 from pom_edge.export.coreml_package import Islands as Islands
+from pom_edge.export.coreml_package import Package, compress, convert, save_package
 from pom_edge.export.forms import Plan
 from pom_edge.export.made import Made
 from pom_edge.export.onnx_graph import Traced
@@ -39,7 +39,12 @@ class Packages:
     remainder = "fp32"
 
     def __init__(
-        self, base: Made, precision: str, islands: list[Islands] | None, target: str, traced: list[Traced] | None = None,
+        self,
+        base: Made,
+        precision: str,
+        islands: list[Islands] | None,
+        target: str,
+        traced: list[Traced] | None = None,
         float_weights: Collection[str] = (),
     ) -> None:
         self.base, self.precision, self.deployment = base, precision, target
@@ -69,7 +74,9 @@ class Packages:
 
     def files(self) -> list[str]:
         """Where each package lies inside the bundle."""
-        names = [file.removesuffix(".onnx").replace(f".{self.base.kind}", f".{self.precision}", 1) for file in self.base.files()]
+        names = [
+            file.removesuffix(".onnx").replace(f".{self.base.kind}", f".{self.precision}", 1) for file in self.base.files()
+        ]
         return [f"{name}.mlpackage" for name in names]
 
     @property
@@ -91,7 +98,7 @@ class Packages:
         """Outputs and mixers by name, evaluated from the written packages."""
         executes: list[Execute] = []
         for file, package, taps in zip(self.files(), self.packages, self._taps, strict=True):
-            executes.append(open_package(folder / file, {name: name for name in package.outputs} | taps))
+            executes.append(open_package(folder / file, package.outputs | taps))
         return self.base.drive(executes)
 
     @property
@@ -109,8 +116,8 @@ class Packages:
     @property
     def half_share(self) -> float:
         """Floating-point operations that compute in FP16, read back from the files."""
-        half, all_of_them = (sum(getattr(p, f"{kind}_operations") for p in self._programs) for kind in ("half", "float"))
-        return round(half / (all_of_them or 1), 4)
+        half = sum(program.half_operations for program in self._programs)
+        return round(half / (sum(program.float_operations for program in self._programs) or 1), 4)
 
     def fields(self) -> dict[str, Any]:
         """What the manifest's artifact says."""

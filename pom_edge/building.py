@@ -59,7 +59,7 @@ __all__ = ["Builder", "Built"]
 class Built:
     """One artifact on its way into the manifest."""
 
-    made: Made | Packages
+    made: Any  # a Made, or the Packages of another target
     files: list[str]
     parity: dict[str, Any]
     ranges: dict[str, Any] | None = None
@@ -145,9 +145,7 @@ class Builder:
     def write(self, packages: Packages) -> list[str]:
         """Write packages of another target into the bundle."""
         with writing_errors(self._folder / packages.file):
-            return packages.save(
-                self._folder, {**self._metadata, "form": packages.plan.form, "precision": packages.precision}
-            )
+            return packages.save(self._folder, {**self._metadata, "form": packages.plan.form, "precision": packages.precision})
 
     def hold_fp32(self) -> None:
         """The lowered model and the FP32 graph are the model, whatever precision comes after."""

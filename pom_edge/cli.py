@@ -312,7 +312,7 @@ def memory(
         budget=None if budget is None else parse_size(budget, "--budget"),
         enforce=enforce,
         artifact=artifact,
-        runtime=runtime,
+        runtime=runtime or "ort",
         spill=None if spill is None else str(spill),
         threads=threads,
     )

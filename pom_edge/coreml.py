@@ -74,9 +74,7 @@ def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> Export
             changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
     elif options.tokens is None:
         axes = plan_axes(dict(example), Extent(), Extent())
-        lengths = [
-            int(example[name].shape[dims.index(TOKENS)]) for name, dims in axes.items() if TOKENS in dims
-        ]
+        lengths = [int(example[name].shape[dims.index(TOKENS)]) for name, dims in axes.items() if TOKENS in dims]
         if lengths:
             changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
     return dataclasses.replace(options, **changes)
@@ -104,8 +102,8 @@ class _CoreML:
         keep: set[str] = set()
         form = quantization = eager = None
         if self._precision == "int8":
-            form, *facts = self._builder.quantized()
-            quantization = self._builder.quantization(form, *facts)
+            form, data, alone, floats = self._builder.quantized()
+            quantization = self._builder.quantization(form, data, alone, floats)
         ranges: dict[str, Any] | None = None
         while True:
             islands = None

@@ -232,8 +232,8 @@ def export_bundle(
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
         targets: ``"onnx"``, ``"coreml"``, or both.
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several of them; the default is FP32 on
-            ONNX and FP16 on Core ML.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several; the default is FP32 on ONNX
+            and FP16 on Core ML.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.

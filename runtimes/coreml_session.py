@@ -1,4 +1,4 @@
-"""Core ML packages: run by Core ML itself on macOS, evaluated with numpy everywhere else (:mod:`pom_edge.runtimes.mil_program`).
+"""Core ML packages: run by Core ML itself on macOS, evaluated with numpy elsewhere (:mod:`pom_edge.runtimes.mil_program`).
 
 Names: Core ML takes letters, digits and underscores, so ``state.0.mean`` of the manifest is ``state_0_mean`` of the package.
 """

@@ -49,7 +49,9 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
         InputError: the bundle recorded no layers.
         MissingExtraError: the onnx package is not installed.
     """
-    cases = [(case, inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps and fits(artifact, case, inputs)]
+    cases = [
+        (case, inputs, bundle.taps(case)) for case, inputs, _ in bundle.cases() if case.taps and fits(artifact, case, inputs)
+    ]
     names = list(artifact.mixers) if artifact.stream is None else [n for step in artifact.stream.passes for n in step.mixers]
     if not cases or not names:
         raise InputError(f"{artifact.file} recorded no layers (a bare layer or a .pt2 program has none inside)")
@@ -65,7 +67,7 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
 def _tapped(bundle: Bundle, artifact: Artifact) -> Execute:
     """The artifact with its mixers' outputs, whatever its form."""
     stream = artifact.stream
-    open_graph = open_rounded if artifact.precision == "bf16" else open_tapped
+    open_graph: Callable[..., Execute] = open_rounded if artifact.precision == "bf16" else open_tapped
     if artifact.target == "coreml":
         from pom_edge.runtimes.coreml_session import open_package
 

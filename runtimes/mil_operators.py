@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-Array = np.ndarray
+Array: TypeAlias = Any  # numpy arrays, and numbers of its types
 Operator = Callable[..., Any]
 
 DTYPES = {
@@ -39,15 +39,15 @@ ERF_STEP, ERF_END = 1 / 512, 6.0
 __all__ = ["DTYPES", "MOVING", "OPERATORS", "Operator"]
 
 
-def _unary(function: Callable[[Array], Any]) -> Operator:
+def _unary(function: Any) -> Operator:
     return lambda x: function(x)
 
 
-def _binary(function: Callable[[Array, Array], Any]) -> Operator:
+def _binary(function: Any) -> Operator:
     return lambda x, y: function(x, y)
 
 
-def _reduce(function: Callable[..., Any]) -> Operator:
+def _reduce(function: Any) -> Operator:
     def run(x: Array, axes: Array | None = None, keep_dims: Any = False) -> Any:
         over = tuple(range(x.ndim)) if axes is None else tuple(int(axis) for axis in np.atleast_1d(axes))
         return function(x, axis=over, keepdims=bool(keep_dims))
@@ -206,14 +206,14 @@ def _split(x: Array, axis: int, num_splits: int | None = None, split_sizes: Arra
     return np.split(x, np.cumsum(split_sizes)[:-1].astype(int), axis=int(axis))
 
 
-def _gather(x: Array, indices: Array, axis: int = 0, batch_dims: int = 0, validate_indices: Any = None) -> Array:
+def _gather(x: Array, indices: Array, axis: int = 0, batch_dims: int = 0, **_: Any) -> Array:
     if batch_dims:
         rows = [_gather(a, i, int(axis) - 1, int(batch_dims) - 1) for a, i in zip(x, indices, strict=True)]
         return np.stack(rows)
     return np.asarray(np.take(x, indices, axis=int(axis)))
 
 
-def _gather_along_axis(x: Array, indices: Array, axis: int = 0, validate_indices: Any = None) -> Array:
+def _gather_along_axis(x: Array, indices: Array, axis: int = 0, **_: Any) -> Array:
     return np.asarray(np.take_along_axis(x, indices.astype(np.int64), axis=int(axis)))
 
 
@@ -263,7 +263,7 @@ def _along(parameter: Array, x: Array, axis: int | None) -> Array:
 
 
 def _quantize(
-    input: Array,  # noqa: A002  # the operator's name for it
+    input: Array,  # the operator's name for it
     scale: Array,
     output_dtype: str,
     zero_point: Array | None = None,
@@ -276,7 +276,7 @@ def _quantize(
 
 
 def _dequantize(
-    input: Array,  # noqa: A002
+    input: Array,
     scale: Array,
     zero_point: Array | None = None,
     axis: int | None = None,
@@ -291,7 +291,7 @@ def _affine_dequantize(quantized_data: Array, zero_point: Array, scale: Array, a
     return _dequantize(quantized_data, np.atleast_1d(scale), np.atleast_1d(zero_point), int(axis))
 
 
-def _lut_to_dense(indices: Array, lut: Array, shape: Array | None = None, vector_axis: int | None = None) -> Array:
+def _lut_to_dense(indices: Array, lut: Array, shape: Array | None = None, **_: Any) -> Array:
     if shape is not None:  # iOS 16: indices are a stream of bits
         bits = round(math.log2(lut.size))
         stream = np.unpackbits(indices.view(np.uint8), bitorder="little")

@@ -1,7 +1,7 @@
 """Run the MIL program of a saved .mlpackage with numpy: what the file says, operator by operator, on any machine.
 
-It is an evaluation of the file, not a run of it: Core ML may order sums in another way, and fuse. A result typed FP16 is rounded
-to FP16. Needs coremltools for the format alone, and no torch.
+It is an evaluation of the file, not a run of it: Core ML may order sums in another way, and fuse. A result typed FP16 is
+rounded to FP16. Needs coremltools for the format alone, and no torch.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ class MilProgram:
                 constants[name] = [value for _, value in bound] if several else bound[0][1]
         if kind not in OPERATORS and kind not in STATE_OPERATORS:
             raise InputError(
-                f"{self.path.name} holds the operator {kind!r} ({names[0] if names else ''}), which pom-edge cannot evaluate on "
-                "this machine; on macOS Core ML runs it"
+                f"{self.path.name} holds the operator {kind!r} ({', '.join(names)}), which pom-edge cannot evaluate on this "
+                "machine; on macOS Core ML runs it"
             )
         dtypes = [self._dtype(value.type) for value in operation.outputs]
         made = Operation(kind, OPERATORS.get(kind, np.asarray), names, dtypes, constants, reads)
@@ -241,7 +241,11 @@ class MilProgram:
             content = getattr(tensor, which).values
             if dtype == "string":
                 return content[0]
-            array = np.frombuffer(content, np.dtype("float16" if dtype == HALF else dtype)) if which == "bytes" else np.array(content)
+            array = (
+                np.frombuffer(content, np.dtype("float16" if dtype == HALF else dtype))
+                if which == "bytes"
+                else np.array(content)
+            )
         self.weight_dtypes[dtype] += math.prod(shape) if len(shape) else 0
         if dtype in BITS:
             return _unpacked(array, dtype, math.prod(shape)).reshape(shape)
@@ -252,13 +256,17 @@ class MilProgram:
         file = self.path / WEIGHTS / name
         if name not in self._blobs:
             if not file.is_file():
-                raise BundleError(f"{self.path.name}: its weight file {name} is missing; copy the whole folder again, or export again")
+                raise BundleError(
+                    f"{self.path.name}: its weight file {name} is missing; copy the whole folder again, or export again"
+                )
             self._blobs[name] = self._blob_reader(str(file))
         method = {"fp32": "float", "bool": "uint8"}.get(dtype, dtype)
         try:
             array = np.asarray(getattr(self._blobs[name], f"read_{method}_data")(value.offset))
         except RuntimeError as error:
-            raise BundleError(f"{self.path.name}: {name} is damaged ({error}); copy the folder again, or export again") from error
+            raise BundleError(
+                f"{self.path.name}: {name} is damaged ({error}); copy the folder again, or export again"
+            ) from error
         return np.frombuffer(array.tobytes(), np.float16) if dtype == HALF else array
 
     def _schedule(self, kept: set[str]) -> None:
@@ -278,7 +286,9 @@ def model_file(path: Path) -> Path:
 def rounded(array: Any, dtype: str) -> np.ndarray:
     """An FP32 array on the grid of its MIL type."""
     array = np.asarray(array)
-    return array.astype(np.float16).astype(np.float32) if dtype == HALF else _typed(array, dtype)
+    if dtype == HALF:
+        array = array.astype(np.float16).astype(np.float32)
+    return _typed(array, dtype)
 
 
 def _typed(array: Any, dtype: str) -> np.ndarray:

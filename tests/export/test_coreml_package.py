@@ -1,4 +1,4 @@
-"""Core ML packages: the model in FP32 and FP16, finite where a naive conversion is not, and a gate that notices what is wrong."""
+"""Core ML packages: the model in FP32 and FP16, finite where a naive conversion is not, under a gate that notices faults."""
 
 from __future__ import annotations
 
@@ -140,15 +140,6 @@ def _edit(path: Path, change: Any) -> None:
     (block,) = spec.mlProgram.functions["main"].block_specializations.values()
     change(block)
     model_file(path).write_bytes(spec.SerializeToString())
-
-
-def _rebind(block: Any, kind: str, argument: str, name: Any) -> None:
-    """One operand of an operation of a mixer is another value."""
-    for operation in block.operations:
-        if operation.type == kind and operation.inputs[argument].arguments[0].name != name(operation):
-            operation.inputs[argument].arguments[0].name = name(operation)
-            return
-    raise AssertionError(f"no {kind} to change")
 
 
 @pytest.mark.parametrize("fault", ["none", "weight", "operand", "mask"])

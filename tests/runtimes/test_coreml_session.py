@@ -23,7 +23,7 @@ A = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)) * 3
 P = A.abs() + 0.1
 W = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 V = torch.randn(4, generator=torch.Generator().manual_seed(2))
-I = torch.tensor([-7, -1, 0, 5, 300], dtype=torch.int32)
+WHOLE = torch.tensor([-7, -1, 0, 5, 300], dtype=torch.int32)
 X4 = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(3))
 K4 = torch.randn(6, 2, 3, 2, generator=torch.Generator().manual_seed(4))
 B6 = torch.randn(6, generator=torch.Generator().manual_seed(5))
@@ -33,18 +33,18 @@ CASES: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
     ("sub", {"x": A, "y": V}, lambda: A - V),
     ("mul", {"x": A, "y": V}, lambda: A * V),
     ("real_div", {"x": A, "y": V}, lambda: A / V),
-    ("floor_div", {"x": I, "y": np.int32(2)}, lambda: torch.div(I, 2, rounding_mode="floor")),
+    ("floor_div", {"x": WHOLE, "y": np.int32(2)}, lambda: torch.div(WHOLE, 2, rounding_mode="floor")),
     ("floor_div", {"x": A, "y": np.float32(0.7)}, lambda: torch.div(A, 0.7, rounding_mode="floor")),
-    ("mod", {"x": I, "y": np.int32(256)}, lambda: torch.remainder(I, 256)),
+    ("mod", {"x": WHOLE, "y": np.int32(256)}, lambda: torch.remainder(WHOLE, 256)),
     ("pow", {"x": P, "y": np.float32(1.5)}, lambda: P**1.5),
     ("maximum", {"x": A, "y": V}, lambda: torch.maximum(A, V)),
     ("minimum", {"x": A, "y": V}, lambda: torch.minimum(A, V)),
-    ("equal", {"x": I, "y": np.int32(5)}, lambda: I == 5),
-    ("not_equal", {"x": I, "y": np.int32(5)}, lambda: I != 5),
+    ("equal", {"x": WHOLE, "y": np.int32(5)}, lambda: WHOLE == 5),
+    ("not_equal", {"x": WHOLE, "y": np.int32(5)}, lambda: WHOLE != 5),
     ("greater", {"x": A, "y": V}, lambda: A > V),
-    ("greater_equal", {"x": I, "y": np.int32(0)}, lambda: I >= 0),
+    ("greater_equal", {"x": WHOLE, "y": np.int32(0)}, lambda: WHOLE >= 0),
     ("less", {"x": A, "y": V}, lambda: A < V),
-    ("less_equal", {"x": I, "y": np.int32(0)}, lambda: I <= 0),
+    ("less_equal", {"x": WHOLE, "y": np.int32(0)}, lambda: WHOLE <= 0),
     ("logical_and", {"x": A > 0, "y": V > 0}, lambda: (A > 0) & (V > 0)),
     ("logical_or", {"x": A > 0, "y": V > 0}, lambda: (A > 0) | (V > 0)),
     ("logical_xor", {"x": A > 0, "y": V > 0}, lambda: (A > 0) ^ (V > 0)),
@@ -59,7 +59,7 @@ CASES: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
     ("relu", {"x": A}, lambda: A.relu()),
     ("round", {"x": A}, lambda: A.round()),
     ("sigmoid", {"x": A}, lambda: A.sigmoid()),
-    ("sign", {"x": I}, lambda: I.sign()),
+    ("sign", {"x": WHOLE}, lambda: WHOLE.sign()),
     ("silu", {"x": A}, lambda: F.silu(A)),
     ("sin", {"x": A}, lambda: A.sin()),
     ("softplus", {"x": A}, lambda: F.softplus(A)),
@@ -81,7 +81,7 @@ CASES: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
         lambda: F.batch_norm(X4, V, V.abs() + 0.1, V, V, eps=1e-3),
     ),
     ("cast", {"x": A, "dtype": "int32"}, lambda: A.int()),
-    ("cast", {"x": I, "dtype": "fp32"}, lambda: I.float()),
+    ("cast", {"x": WHOLE, "dtype": "fp32"}, lambda: WHOLE.float()),
     ("clip", {"x": A, "alpha": np.float32(-0.1), "beta": np.float32(6)}, lambda: A.clamp(-0.1, 6)),
     ("concat", {"values": [A, P], "axis": 1}, lambda: torch.cat((A, P), 1)),
     ("conv", {"x": X4, "weight": K4, "bias": B6, "groups": 2}, lambda: F.conv2d(X4, K4, B6, groups=2)),
