@@ -29,6 +29,7 @@ TARGETS = ("iOS16", "iOS17", "iOS18")  # the macOS of the same year takes them t
 DEFAULT_TARGET = "iOS17"  # the oldest with INT8 activations
 MIN_COMPRESSED = 512  # elements; coremltools' own 2048 leaves most of a small model as it is
 TAP = "mixer_output_"
+DEBUG_FILE = "executorch_debug_handle_mapping.json"  # coremltools 9.0 leaves it beside the model, for another tool
 NAMESPACE = uuid.UUID("6f1d9c1e-5f0e-5c52-9a55-7d9c2f6f4a10")  # of the package's item identifiers: the same in every export
 
 # ONNX operators, whose types the range proof decides, as MIL calls them
@@ -241,6 +242,7 @@ def save_package(package: Package, path: Path, metadata: Mapping[str, str]) -> d
         shutil.rmtree(path)
     with quiet_coremltools():
         package.model.save(str(path))
+        (path / DEBUG_FILE).unlink(missing_ok=True)
         from coremltools.proto import Model_pb2
 
     spec = Model_pb2.Model()

@@ -45,6 +45,8 @@ def check_coreml(options: ExportOptions) -> None:
                 f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
                 f"iOS{oldest}"
             )
+    if options.memory_budget is not None:
+        raise InputError("--memory-budget is for ONNX Runtime, whose memory can be predicted; Core ML's cannot: leave it out")
     if options.tokens is None or ":" not in str(options.tokens):
         return
     if options.form == "recurrent":
