@@ -23,7 +23,7 @@ from pom_edge.export.coreml_program import coreml_name, merge_results, prepare
 from pom_edge.export.onnx_graph import Graph, Traced
 from pom_edge.export.ranges import AGGREGATE, TABLES
 from pom_edge.runtimes.coreml_library import load_coremltools, quiet_coremltools
-from pom_edge.runtimes.mil_program import model_file
+from pom_edge.runtimes.mil_program import STATE_OPERATORS, model_file
 
 TARGETS = ("iOS16", "iOS17", "iOS18")  # the macOS of the same year takes them too: 13, 14, 15
 DEFAULT_TARGET = "iOS17"  # the oldest with INT8 activations
@@ -166,12 +166,20 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
                 outputs=outputs,
                 minimum_deployment_target=getattr(ct.target, target),
                 compute_precision=ct.precision.FLOAT32 if islands is None else _half_precision(ct, islands),
+                pass_pipeline=_passes(ct),
                 skip_model_load=True,
             )
     except Exception as error:  # whatever coremltools raises on a graph that it cannot take
         raise InputError(_refusal(ct, error)) from error
     taps = {path: found[f"{TAP}{index}"] for index, path in enumerate(traced.taps)}
     return Package(model, list(traced.inputs), {name: found[coreml_name(name)] for name in traced.outputs}, taps)
+
+
+def _passes(ct: Any) -> Any:
+    """coremltools' own, without one that loses its place where a value is both stored and used (9.0: KeyError)."""
+    passes = ct.PassPipeline()
+    passes.remove_passes({"common::canonicalize_inplace_pattern"})
+    return passes
 
 
 def _half_precision(ct: Any, islands: Islands) -> Any:
@@ -186,7 +194,8 @@ def _half_precision(ct: Any, islands: Islands) -> Any:
 
 def _results(program: Any) -> list[Any]:
     (output,) = (node for node in program.graph.nodes if node.op == "output")
-    return list(output.args[0])
+    specs = program.graph_signature.output_specs
+    return [node for node, spec in zip(output.args[0], specs, strict=True) if spec.kind.name == "USER_OUTPUT"]
 
 
 def _is_float(node: Any) -> bool:
@@ -289,7 +298,7 @@ def _drop_unused(block: Any) -> None:
     kept = []
     for operation in reversed(block.operations):
         names = {value.name for value in operation.outputs}
-        if names & needed or operation.type.endswith("update_state"):
+        if names & needed or operation.type in STATE_OPERATORS:
             kept.append(operation)
             needed |= {
                 binding.name

@@ -61,9 +61,11 @@ def merge_results(program: torch.export.ExportedProgram, names: list[str]) -> di
     """
     output = next(node for node in program.graph.nodes if node.op == "output")
     results, specs = list(output.args[0]), program.graph_signature.output_specs
+    own = [index for index, spec in enumerate(specs) if spec.kind == OutputKind.USER_OUTPUT]  # the others are states
     first: dict[fx.Node, str] = {}
-    found = {name: first.setdefault(node, name) for name, node in zip(names, results, strict=True)}
-    kept = [index for index, name in enumerate(names) if found[name] == name]
+    found = {name: first.setdefault(results[index], name) for name, index in zip(names, own, strict=True)}
+    gone = {index for name, index in zip(names, own, strict=True) if found[name] != name}
+    kept = [index for index in range(len(results)) if index not in gone]
     output.args = (tuple(results[index] for index in kept),)
     specs[:] = [specs[index] for index in kept]
     program.graph_module.recompile()

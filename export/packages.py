@@ -10,12 +10,13 @@ from typing import Any
 from pom_edge.bundle import TensorSpec
 from pom_edge.export.coreml_package import Islands as Islands
 from pom_edge.export.coreml_package import Package, compress, convert, save_package
+from pom_edge.export.coreml_stateful import stateful_plan, trace_stateful
 from pom_edge.export.forms import Plan
 from pom_edge.export.made import Made
 from pom_edge.export.onnx_graph import Traced
 from pom_edge.runtimes.coreml_session import EVALUATED, open_package
 from pom_edge.runtimes.mil_program import MilProgram
-from pom_edge.runtimes.stepping import Execute
+from pom_edge.runtimes.stepping import NEXT, STATE, Execute, is_state
 
 NARROW = {"int64": "int32"}  # Core ML has no 64-bit integers
 
@@ -31,6 +32,7 @@ class Packages:
         islands: what stays in FP32 in each graph; None: all of it.
         target: minimum deployment target.
         traced: what to convert instead of the base's own programs (a quantized one).
+        stateful: the recurrent form keeps its state in the package (iOS18), all but the count.
         float_weights: ``w8``, ``w4``: module paths whose weights stay FP16.
     """
 
@@ -46,9 +48,15 @@ class Packages:
         target: str,
         traced: list[Traced] | None = None,
         float_weights: Collection[str] = (),
+        stateful: bool = False,
     ) -> None:
         self.base, self.precision, self.deployment = base, precision, target
+        self.plan: Plan = base.plan
+        self._states: dict[str, list[int]] = {}
         programs = base.traced_graphs if traced is None else traced
+        if stateful:
+            self.plan, self._states = stateful_plan(base.plan)
+            programs = [trace_stateful(base.plan)]
         each = [None] * len(programs) if islands is None else islands
         self.packages: list[Package] = [convert(t, kept, target) for t, kept in zip(programs, each, strict=True)]
         if precision in ("w8", "w4"):
@@ -56,11 +64,6 @@ class Packages:
                 compress(package, precision, float_weights)
         self._taps: list[dict[str, str]] = []
         self._programs: list[MilProgram] = []
-
-    @property
-    def plan(self) -> Plan:
-        """What they were made from."""
-        return self.base.plan
 
     @property
     def mixers(self) -> list[str]:
@@ -77,7 +80,7 @@ class Packages:
         names = [
             file.removesuffix(".onnx").replace(f".{self.base.kind}", f".{self.precision}", 1) for file in self.base.files()
         ]
-        return [f"{name}.mlpackage" for name in names]
+        return [f"{name}{'.stateful' if self._states else ''}.mlpackage" for name in names]
 
     @property
     def file(self) -> str:
@@ -98,7 +101,8 @@ class Packages:
         """Outputs and mixers by name, evaluated from the written packages."""
         executes: list[Execute] = []
         for file, package, taps in zip(self.files(), self.packages, self._taps, strict=True):
-            executes.append(open_package(folder / file, package.outputs | taps))
+            nexts = {_following(name): _following(name) for name in self._states}
+            executes.append(open_package(folder / file, package.outputs | taps | nexts))
         return self.base.drive(executes)
 
     @property
@@ -134,6 +138,11 @@ class Packages:
             "inputs": [_narrow(spec) for spec in fields["inputs"]],
             "outputs": [_narrow(spec) for spec in fields["outputs"]],
         }
+        if self._states:
+            for kind, rename in (("inputs", str), ("outputs", _following)):
+                kept = [spec for spec in fields[kind] if not is_state(spec.name) or spec.name.endswith("count")]
+                own = [TensorSpec(name=rename(n), dtype="float16", shape=list(shape)) for n, shape in self._states.items()]
+                fields[kind] = [*kept, *own]
         if "stream" in fields:
             steps = [
                 step.model_copy(update={"file": file, "mixers": taps})
@@ -143,6 +152,11 @@ class Packages:
         else:
             fields["mixers"] = self._taps[0]
         return fields
+
+
+def _following(name: str) -> str:
+    """What a state becomes."""
+    return NEXT + name.removeprefix(STATE)
 
 
 def _narrow(spec: TensorSpec) -> TensorSpec:

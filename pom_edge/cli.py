@@ -150,6 +150,7 @@ def export_command(
     int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
     minimum_deployment_target: Annotated[str, typer.Option(help="Core ML: iOS16, iOS17 or iOS18.")] = "iOS17",
+    stateful: Annotated[bool, typer.Option("--stateful", help="Core ML, recurrent: keep the state in the package.")] = False,
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) at --tokens N.")
     ] = None,
@@ -186,6 +187,7 @@ def export_command(
         int8_weights=int8_weights,
         remainder=remainder,
         deployment_target=minimum_deployment_target,
+        stateful=stateful,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         overwrite=overwrite,
     )

@@ -45,6 +45,11 @@ def check_coreml(options: ExportOptions) -> None:
                 f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
                 f"iOS{oldest}"
             )
+    if options.stateful and (options.form != "recurrent" or known[target] < 18 or "int8" in precisions):
+        raise InputError(
+            "--stateful needs --form recurrent, --minimum-deployment-target iOS18 or macOS15, and another precision than int8; "
+            "without it the state goes in and out as FP32 tensors, from iOS16 on"
+        )
     if options.memory_budget is not None:
         raise InputError("--memory-budget is for ONNX Runtime, whose memory can be predicted; Core ML's cannot: leave it out")
     if options.tokens is None or ":" not in str(options.tokens):
@@ -162,7 +167,9 @@ class _CoreML:
         step, kind = self._builder.step, f"Core ML in {self._precision}"
         step(f"convert to {kind}")
         floats = keep if self._weights_only else set()
-        packages = Packages(self._made, self._precision, islands, self._options.deployment_target, traced, floats)
+        packages = Packages(
+            self._made, self._precision, islands, self._options.deployment_target, traced, floats, self._options.stateful
+        )
         files = self._builder.write(packages)
         step(f"evaluate {kind} beside PyTorch")
-        return packages, files, against_graph(self._cases, self._made.plan, packages.written(self._builder.folder))
+        return packages, files, against_graph(self._cases, packages.plan, packages.written(self._builder.folder))

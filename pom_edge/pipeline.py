@@ -84,6 +84,7 @@ class ExportOptions:
     int8_weights: str = "8bit"
     remainder: str = "fp32"
     deployment_target: str = "iOS17"
+    stateful: bool = False
     memory_budget: int | None = None
     overwrite: bool = False
 
@@ -122,6 +123,8 @@ class ExportOptions:
             raise InputError("--memory-budget needs --tokens N: memory is that of a run of some length")
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
+        if self.stateful and "coreml" not in self.targets:
+            raise InputError("--stateful is for --target coreml")
         if "coreml" in self.targets:
             check_coreml(self)
         lowest = min(GATES_DB[precision] for target in self.targets for precision in self.precisions_of(target))

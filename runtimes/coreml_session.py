@@ -18,7 +18,7 @@ from pom_edge.errors import BundleError, InputError, PomError
 from pom_edge.runtimes.coreml_library import load_coremltools, on_apple, quiet_coremltools
 from pom_edge.runtimes.mil_program import MilProgram
 from pom_edge.runtimes.session import Session
-from pom_edge.runtimes.stepping import run_rows
+from pom_edge.runtimes.stepping import NEXT, STATE, run_rows
 
 EVALUATED = "evaluated, not run on a device"
 UNITS = ("ALL", "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE")
@@ -85,15 +85,28 @@ class _CoreMLModel:
             raise BundleError(f"Core ML cannot load {path.name}: {error}") from error
         description = self._model.get_spec().description
         self.inputs = {value.name: "" for value in description.input}
+        self.states = {value.name: tuple(value.type.stateType.arrayType.shape) for value in description.state}
         self._float = {v.name for v in description.input if v.type.multiArrayType.dataType in (65552, 65568)}
 
-    def run(self, inputs: Mapping[str, np.ndarray], wanted: Mapping[str, str]) -> dict[str, np.ndarray]:
+    def run(
+        self, inputs: Mapping[str, np.ndarray], wanted: Mapping[str, str], states: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """As :meth:`MilProgram.run`, outputs only."""
         feeds = {name: array.astype(np.float32 if name in self._float else np.int32) for name, array in inputs.items()}
         try:
-            found = self._model.predict(feeds)
+            if not self.states:
+                return self._outputs(self._model.predict(feeds), wanted)
+            state = self._model.make_state()
+            for name, array in states.items():
+                state.write_state(name, array.astype(np.float16))
+            found = self._model.predict(feeds, state=state)
+            states.update({name: np.asarray(state.read_state(name), np.float32) for name in self.states})
         except Exception as error:
             raise InputError(f"Core ML cannot run the package: {error}") from error
+        return self._outputs(found, wanted)
+
+    @staticmethod
+    def _outputs(found: Mapping[str, np.ndarray], wanted: Mapping[str, str]) -> dict[str, np.ndarray]:
         return {name: np.asarray(found[value]) for name, value in wanted.items()}
 
 
@@ -110,14 +123,21 @@ def run_named(native: Any, wanted: Mapping[str, str], inputs: Mapping[str, np.nd
         wanted: names of results -> values in the manifest's or the package's spelling.
         inputs: by the manifest's names.
     """
-    feeds = {}
+    feeds, states = {}, {}
     for name, array in inputs.items():
         known = package_name(name)
+        if known in native.states:
+            states[known] = np.asarray(array).astype(np.float32)
+            continue
         if known not in native.inputs:  # coremltools wraps a number into a vector, under a longer name
             known = next((each for each in native.inputs if each.startswith(known)), known)
             array = np.reshape(array, (1,)) if np.ndim(array) == 0 else array
         feeds[known] = np.asarray(array)
-    return dict(native.run(feeds, {name: package_name(value) for name, value in wanted.items()}))
+    kept = {name: package_name(STATE + value.removeprefix(NEXT)) for name, value in wanted.items() if value.startswith(NEXT)}
+    kept = {name: state for name, state in kept.items() if state in native.states}
+    values = {name: package_name(value) for name, value in wanted.items() if name not in kept}
+    found = dict(native.run(feeds, values, states))
+    return found | {name: states[state].astype(np.float16) for name, state in kept.items()}
 
 
 def open_package(path: Path, wanted: Mapping[str, str]) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:

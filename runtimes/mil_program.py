@@ -138,7 +138,7 @@ class MilProgram:
 
     def _step_state(self, operation: Operation, values: dict[str, Any], states: Arrays) -> None:
         """States live in ``states`` under the function's names; their handles are passed on by name."""
-        handle = operation.reads["input" if operation.kind == "read_state" else "state"]
+        handle = operation.reads["state" if operation.kind == "coreml_update_state" else "input"]
         assert isinstance(handle, str)
         if operation.kind == "read_state":
             values[operation.outputs[0]] = states.setdefault(handle, np.zeros(self.states[handle], np.float32))

@@ -240,19 +240,31 @@ def test_a_changed_package_does_not_open(digits: Path, tmp_path: Path) -> None:
         open_session(copy)
 
 
-def test_text_steps_with_state_in_fp32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stateful", [False, True])
+def test_text_steps_with_state(stateful: bool, tmp_path: Path) -> None:
+    """8192 tokens, one by one: the state neither drifts in FP32 nor as a pair of FP16 numbers."""
     torch.manual_seed(0)
-    model = build_model(ModelConfig(kind="lm", dim=32, depth=2, vocab_size=40, n_sel_heads=4, rotary="1d"))
+    model = build_model(ModelConfig(kind="lm", dim=16, depth=1, vocab_size=40, n_sel_heads=4, rotary="1d"))
     example = {"x": torch.randint(0, 40, (1, 24))}
-    report = export_bundle(model, "coreml", form="recurrent", example_inputs=example, out=tmp_path / "text.pom")
+    target = "iOS18" if stateful else "iOS17"
+    report = export_bundle(
+        model,
+        "coreml",
+        form="recurrent",
+        stateful=stateful,
+        deployment_target=target,
+        example_inputs=example,
+        out=tmp_path / "text.pom",
+    )
     (artifact,) = Bundle.open(report.bundle).manifest.artifacts
     kinds = {spec.name: spec.dtype for spec in artifact.inputs}
-    assert kinds["x"] == kinds["state.count"] == "int32" and kinds["state.0.mean"] == "float32"
+    assert kinds["x"] == kinds["state.count"] == "int32"
+    assert kinds["state.0.mean_high" if stateful else "state.0.mean"] == ("float16" if stateful else "float32")
     tokens = np.random.default_rng(0).integers(0, 40, (1, 8192))
     with torch.no_grad():
-        truth = model.eval()(torch.from_numpy(tokens[:, :2048])).numpy()
+        truth = model.eval()(torch.from_numpy(tokens)).numpy()
     with open_session(report) as session:
-        found = np.concatenate([session.step(tokens[:, i : i + 1]) for i in range(2048)], axis=1)
+        found = np.concatenate([session.step(tokens[:, i : i + 1]) for i in range(8192)], axis=1)
     assert measure(truth[:, -256:], found[:, -256:]).snr_db >= 45
 
 
@@ -264,6 +276,8 @@ def test_text_steps_with_state_in_fp32(tmp_path: Path) -> None:
         ({"precisions": ("int8",), "deployment_target": "iOS16"}, "needs iOS17"),
         ({"precisions": ("w4",)}, "needs iOS18"),
         ({"form": "recurrent", "tokens": "1:8:64"}, "has one length on Core ML"),
+        ({"form": "recurrent", "stateful": True}, "--stateful needs"),
+        ({"memory_budget": 1 << 30, "tokens": 8}, "--memory-budget is for ONNX Runtime"),
     ],
 )
 def test_what_core_ml_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
