@@ -37,7 +37,7 @@ def prepare(traced: Traced) -> torch.export.ExportedProgram:
     Args:
         traced: unchanged.
     """
-    program = traced.program.run_decompositions({})
+    program: torch.export.ExportedProgram = traced.program.run_decompositions({})
     graph = program.graph
     _drop_effectless(graph)
     _fold(program, traced.prefix)

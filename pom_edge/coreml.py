@@ -15,6 +15,7 @@ from pom_edge.runtimes.coreml_session import EVALUATED
 from pom_edge.runtimes.parity import measure, worst
 
 if TYPE_CHECKING:
+    from pom_edge.export.forms import Plan
     from pom_edge.export.onnx_graph import Traced
     from pom_edge.export.packages import Islands, Packages
     from pom_edge.pipeline import ExportOptions
@@ -24,7 +25,7 @@ INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
-__all__ = ["build_coreml", "check_coreml", "coreml_options", "missing_coreml"]
+__all__ = ["build_coreml", "check_coreml", "coreml_options", "fix_axes", "missing_coreml"]
 
 
 def check_coreml(options: ExportOptions) -> None:
@@ -75,7 +76,7 @@ def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> Export
     """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given."""
     from pom_edge.export.inputs import TOKENS, Extent, plan_axes
 
-    changes: dict[str, Any] = {"batch": options.batch or 1}
+    changes: dict[str, Any] = {"batch": options.batch or 1, "targets": ("coreml",)}
     if options.form == "streamed":
         if options.chunk is None:
             changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
@@ -85,6 +86,15 @@ def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> Export
         if lengths:
             changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
     return dataclasses.replace(options, **changes)
+
+
+def fix_axes(plan: Plan) -> None:
+    """Fix what neither --batch nor --tokens names, the length of a context: as long as the example's. Changes the plan."""
+    from pom_edge.export.inputs import BATCH, TOKENS, axis_sizes
+
+    lengths = axis_sizes(plan.example, plan.axes)
+    for dims in plan.axes.values():
+        dims[:] = [lengths[dim] if isinstance(dim, str) and dim not in (BATCH, TOKENS) else dim for dim in dims]
 
 
 def build_coreml(builder: Builder, options: ExportOptions) -> list[Built]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.coreml import build_coreml, check_coreml, coreml_options, missing_coreml
+from pom_edge.coreml import build_coreml, check_coreml, coreml_options, fix_axes, missing_coreml
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
@@ -489,6 +489,8 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         plan = _plan(subject, options, batch, tokens)
         if subject.program is not None:
             return Single(plan, traced_program(subject.program, list(subject.example)), batch, tokens), []
+        if set(options.targets) == {"coreml"}:
+            fix_axes(plan)
         if plan.form == "recurrent":
             forms.check_steps(plan)
         extents = {BATCH: batch, TOKENS: tokens}

@@ -6,7 +6,6 @@ rounded to FP16. Needs coremltools for the format alone, and no torch.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -294,7 +293,9 @@ def rounded(array: Any, dtype: str) -> np.ndarray:
 def _typed(array: Any, dtype: str) -> np.ndarray:
     wanted = np.dtype(DTYPES[dtype])
     array = np.asarray(array)
-    return array if array.dtype == wanted else array.astype(wanted)
+    if array.dtype != wanted:
+        array = array.astype(wanted)
+    return array
 
 
 def _entering(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -307,15 +308,12 @@ def _entering(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _unpacked(array: np.ndarray, dtype: str, count: int) -> np.ndarray:
-    """Elements narrower than a byte, lowest bits first."""
-    bits = BITS[dtype]
-    with contextlib.suppress(AttributeError):
-        array = array.view(np.uint8)
+    """Elements narrower than a byte, lowest bits first; a weight file's reader has unpacked them already."""
+    bits, kind = BITS[dtype], np.int8 if not dtype.startswith("u") else np.uint8
     if array.size == count:
-        levels = array.astype(np.int32)
-    else:
-        stream = np.unpackbits(array, bitorder="little")[: count * bits].reshape(count, bits)
-        levels = (stream.astype(np.int32) << np.arange(bits)).sum(1)
-    if not dtype.startswith("u"):
+        return array.astype(kind)
+    stream = np.unpackbits(array.view(np.uint8), bitorder="little")[: count * bits].reshape(count, bits)
+    levels = (stream.astype(np.int32) << np.arange(bits)).sum(1)
+    if kind is np.int8:
         levels = np.where(levels >= 1 << (bits - 1), levels - (1 << bits), levels)
-    return levels.astype(np.int8 if not dtype.startswith("u") else np.uint8)
+    return levels.astype(kind)

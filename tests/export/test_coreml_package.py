@@ -13,6 +13,7 @@ import torch
 
 from pom_edge.bundle import Bundle
 from pom_edge.cli import app
+from pom_edge.coreml import fix_axes
 from pom_edge.errors import BundleError, GateError, InputError
 from pom_edge.export import forms
 from pom_edge.export.coreml_package import Islands, convert, deployment_target, save_package
@@ -57,6 +58,7 @@ def _made(model: torch.nn.Module, example: dict[str, torch.Tensor], batch: Exten
     tokens = next(iter(example.values())).shape[1]
     fixed = Extent(tokens, tokens, tokens)
     plan = forms.parallel(model.eval(), example, batch, fixed)
+    fix_axes(plan)
     return Single(plan, trace_graph(plan.model, plan.mixers, plan.example, plan.axes), batch, fixed)
 
 
@@ -79,10 +81,10 @@ def test_recording_survives_the_conversion(name: str, tmp_path: Path) -> None:
     mask = "causal" if case.causal else "none"
     model = forms.LayerModel(build(case), mask).eval()
     example = {key: value.float() if key == "mask" else value for key, value in tensors(case).items()}
-    axes: Any = {key: list(value.shape) for key, value in example.items()}
-    lowered, mixers = forms.lower(model)
-    traced = trace_graph(lowered, mixers, example, axes)
-    for precision, islands in (("fp32", None), ("fp16", Islands())):
+    rows = next(iter(example.values())).shape[0]
+    made = _made(model, example, Extent(rows, rows, rows))
+    (traced,) = made.traced_graphs
+    for precision, islands in (("fp32", None), ("fp16", _islands(made))):
         path = tmp_path / f"{precision}.mlpackage"
         taps = save_package(convert(traced, islands), path, {})
         found = open_package(path, {"y": "y", **taps})({key: value.numpy() for key, value in example.items()})
@@ -90,11 +92,11 @@ def test_recording_survives_the_conversion(name: str, tmp_path: Path) -> None:
             assert measure(read(name).y, value).passes(GATES_DB[precision]), (precision, measure(read(name).y, value))
 
 
-@pytest.mark.parametrize(("causal", "tokens"), [(False, 65536), (True, 65536), (True, 4096)])
-def test_fp16_is_finite_where_a_naive_conversion_is_not(causal: bool, tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("causal", "tokens", "scale"), [(False, 65536, 4.0), (True, 65536, 0.3), (True, 4096, 0.3)])
+def test_fp16_is_finite_where_a_naive_conversion_is_not(causal: bool, tokens: int, scale: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = PoM(8, 6, 2)
-    torch.nn.init.normal_(layer.po_coeff, std=0.3)
+    torch.nn.init.normal_(layer.po_coeff, std=scale)
     with torch.no_grad():
         layer.projection()[0].mul_(8)
     made = _made(forms.LayerModel(layer, "causal" if causal else "none"), {"x": torch.randn(1, tokens, 8)})
@@ -189,6 +191,26 @@ def test_the_same_model_gives_the_same_bytes(encoder: Single, tmp_path: Path) ->
         contents.append({file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()})
     assert contents[0].keys() == contents[1].keys()
     assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(("precision", "target", "fewest_db"), [("w8", "iOS17", 40), ("w4", "iOS18", 20)])
+def test_weights_as_integers(precision: str, target: str, fewest_db: float, encoder: Single, tmp_path: Path) -> None:
+    from pom_edge.export.coreml_package import compress
+
+    sizes, taps = {}, {}
+    for name in ("fp16", precision):
+        package = convert(encoder.traced_graphs[0], Islands(), target)
+        if name == precision:
+            compress(package, precision)
+        taps = save_package(package, tmp_path / f"{name}.mlpackage", {})
+        sizes[name] = (tmp_path / f"{name}.mlpackage" / WEIGHTS / "weight.bin").stat().st_size
+    example = {name: tensor.numpy() for name, tensor in encoder.plan.example.items()}
+    truth, mixers = encoder.plan.reference.run(example)
+    found = open_package(tmp_path / f"{precision}.mlpackage", {"y": "y", **taps})(example)
+    assert sizes[precision] < 0.8 * sizes["fp16"]
+    assert any(name.startswith("constexpr") for name in MilProgram(tmp_path / f"{precision}.mlpackage").counts)
+    for name, value in {**truth, **mixers}.items():
+        assert fewest_db - 5 <= measure(value, found[name]).snr_db < 60, name
 
 
 @pytest.fixture(scope="module")
