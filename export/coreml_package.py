@@ -21,6 +21,7 @@ import numpy as np
 from pom_edge.errors import InputError
 from pom_edge.export.coreml_program import coreml_name, merge_results, prepare
 from pom_edge.export.onnx_graph import Graph, Traced
+from pom_edge.export.precision import MOVING
 from pom_edge.export.ranges import AGGREGATE, TABLES
 from pom_edge.runtimes.coreml_library import load_coremltools, quiet_coremltools
 from pom_edge.runtimes.mil_program import STATE_OPERATORS, model_file
@@ -36,13 +37,10 @@ NAMESPACE = uuid.UUID("6f1d9c1e-5f0e-5c52-9a55-7d9c2f6f4a10")  # of the package'
 MIL_NAMES = {
     "Add": ("add",),
     "Clip": ("clip",),
-    "Concat": ("concat", "stack"),
     "Conv": ("conv",),
     "Div": ("real_div",),
     "Erf": ("erf", "gelu"),
     "Exp": ("exp",),
-    "Expand": ("tile",),
-    "Gather": ("gather",),
     "Gelu": ("gelu",),
     "Gemm": ("linear", "matmul"),
     "HardSigmoid": ("sigmoid_hard",),
@@ -52,22 +50,30 @@ MIL_NAMES = {
     "Max": ("maximum",),
     "Min": ("minimum",),
     "Mul": ("mul", "square"),
-    "Pad": ("pad",),
     "Reciprocal": ("inverse",),
     "Relu": ("relu",),
-    "Reshape": ("reshape",),
     "Sigmoid": ("sigmoid", "silu"),
-    "Slice": ("slice_by_index",),
     "Softmax": ("softmax",),
-    "Split": ("split",),
     "Sqrt": ("sqrt", "rsqrt"),
-    "Squeeze": ("squeeze",),
     "Sub": ("sub",),
     "Tanh": ("tanh",),
-    "Transpose": ("transpose",),
-    "Unsqueeze": ("expand_dims",),
     "Where": ("select",),
 }
+# Both sides move values in their own ways (one splits where the other slices): all of a module's moves, or none
+ONNX_MOVES = MOVING - {"Identity"}
+MIL_MOVES = (
+    "concat",
+    "expand_dims",
+    "gather",
+    "pad",
+    "reshape",
+    "slice_by_index",
+    "split",
+    "squeeze",
+    "stack",
+    "tile",
+    "transpose",
+)
 SUMS = ("reduce_mean", "reduce_sum", "reduce_sum_square", "reduce_l2_norm", "cumsum", "pow", "range_1d")
 
 __all__ = ["DEFAULT_TARGET", "TARGETS", "Islands", "Package", "convert", "deployment_target", "save_package"]
@@ -92,7 +98,8 @@ class Islands:
         for node in typed.model.graph:
             if node.op_type != "Cast" and any(v.dtype is not None and v.dtype.name == "FLOAT" for v in node.outputs):
                 path = str(node.name).rpartition("/")[0] or "."
-                kept |= {(path, name) for name in MIL_NAMES.get(node.op_type, ())}
+                names = MIL_MOVES if node.op_type in ONNX_MOVES else MIL_NAMES.get(node.op_type, ())
+                kept |= {(path, name) for name in names}
         return cls(frozenset(kept), frozenset(modules))
 
     def half(self, path: str, operator: str) -> bool:

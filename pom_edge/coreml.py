@@ -88,13 +88,17 @@ def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> Export
     return dataclasses.replace(options, **changes)
 
 
-def fix_axes(plan: Plan) -> None:
+def fix_axes(plan: Plan, example: Mapping[str, Any]) -> None:
     """Fix what neither --batch nor --tokens names, the length of a context: as long as the example's. Changes the plan."""
-    from pom_edge.export.inputs import BATCH, TOKENS, axis_sizes
+    from pom_edge.export.inputs import BATCH, TOKENS, axis_sizes, make_inputs
 
-    lengths = axis_sizes(plan.example, plan.axes)
+    own = {name: dims for name, dims in plan.axes.items() if name in example}
+    lengths, sizes = axis_sizes(dict(example), own), axis_sizes(plan.example, plan.axes)
+    if not set(lengths) - {BATCH, TOKENS}:
+        return
     for dims in plan.axes.values():
         dims[:] = [lengths[dim] if isinstance(dim, str) and dim not in (BATCH, TOKENS) else dim for dim in dims]
+    plan.example = make_inputs(plan.example, plan.axes, sizes, seed=0)
 
 
 def build_coreml(builder: Builder, options: ExportOptions) -> list[Built]:

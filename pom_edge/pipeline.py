@@ -490,7 +490,7 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         if subject.program is not None:
             return Single(plan, traced_program(subject.program, list(subject.example)), batch, tokens), []
         if set(options.targets) == {"coreml"}:
-            fix_axes(plan)
+            fix_axes(plan, subject.example)
         if plan.form == "recurrent":
             forms.check_steps(plan)
         extents = {BATCH: batch, TOKENS: tokens}

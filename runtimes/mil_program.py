@@ -292,10 +292,7 @@ def rounded(array: Any, dtype: str) -> np.ndarray:
 
 def _typed(array: Any, dtype: str) -> np.ndarray:
     wanted = np.dtype(DTYPES[dtype])
-    array = np.asarray(array)
-    if array.dtype != wanted:
-        array = array.astype(wanted)
-    return array
+    return np.asarray(array, wanted)
 
 
 def _entering(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -316,4 +313,4 @@ def _unpacked(array: np.ndarray, dtype: str, count: int) -> np.ndarray:
     levels = (stream.astype(np.int32) << np.arange(bits)).sum(1)
     if kind is np.int8:
         levels = np.where(levels >= 1 << (bits - 1), levels - (1 << bits), levels)
-    return levels.astype(kind)
+    return np.asarray(levels, kind)

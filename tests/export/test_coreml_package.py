@@ -58,7 +58,7 @@ def _made(model: torch.nn.Module, example: dict[str, torch.Tensor], batch: Exten
     tokens = next(iter(example.values())).shape[1]
     fixed = Extent(tokens, tokens, tokens)
     plan = forms.parallel(model.eval(), example, batch, fixed)
-    fix_axes(plan)
+    fix_axes(plan, example)
     return Single(plan, trace_graph(plan.model, plan.mixers, plan.example, plan.axes), batch, fixed)
 
 
@@ -80,7 +80,10 @@ def test_recording_survives_the_conversion(name: str, tmp_path: Path) -> None:
     case = read(name).case
     mask = "causal" if case.causal else "none"
     model = forms.LayerModel(build(case), mask).eval()
-    example = {key: value.float() if key == "mask" else value for key, value in tensors(case).items()}
+    example = {
+        key: value.float() if key == "mask" else value
+        for key, value in sorted(tensors(case).items(), key=lambda i: i[0] != "x")
+    }
     rows = next(iter(example.values())).shape[0]
     made = _made(model, example, Extent(rows, rows, rows))
     (traced,) = made.traced_graphs
