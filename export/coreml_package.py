@@ -194,9 +194,27 @@ def _half_precision(ct: Any, islands: Islands) -> Any:
 
     def half(operation: Any) -> bool:
         scope = operation.scopes.get(ScopeSource.EXIR_STACK_TRACE) or ["."]
-        return islands.half(str(scope[-1] or "."), str(operation.op_type))
+        path, kind = str(scope[-1] or "."), str(operation.op_type)
+        if kind in MIL_MOVES and not islands.half(path, kind):
+            return _comes_in_half(operation)  # a move computes nothing: it follows what it moves
+        return islands.half(path, kind)
 
     return ct.transform.FP16ComputePrecision(op_selector=half)
+
+
+def _comes_in_half(operation: Any) -> bool:
+    """Whether every value that is moved was made in FP16; what precedes it has been typed already."""
+    given = operation.inputs.get("values") or [operation.inputs["x"]]
+    from coremltools.converters.mil.mil import types
+
+    sources = [_before_casts(value) for value in given if value.val is None]
+    return bool(sources) and all(value.op is not None and types.builtin_to_string(value.dtype) == "fp16" for value in sources)
+
+
+def _before_casts(value: Any) -> Any:
+    while value.op is not None and value.op.op_type == "cast":
+        value = value.op.x
+    return value
 
 
 def _results(program: Any) -> list[Any]:
