@@ -57,8 +57,8 @@ class StatefulBoundary(Boundary):
 
     def __init__(self, plan: Plan, mixers: list[str]) -> None:
         super().__init__(plan.model, mixers)
-        # in FP32 by the name, see pom_edge.export.lowering.Aggregate
-        self.aggregate = nn.ModuleDict({"join": Join(), "halve": Halves()})
+        # in FP32 by the name, see pom_edge.export.ranges.AGGREGATE
+        self.pom_mean = nn.ModuleDict({"join": Join(), "halve": Halves()})
         example = {name: tensor for name, tensor in plan.example.items() if name.startswith(STATE) and name != COUNT}
         self.shapes = {name.removeprefix(STATE): tensor.shape for name, tensor in example.items()}
         for name in self.kept:
@@ -77,14 +77,14 @@ class StatefulBoundary(Boundary):
         for name, shape in self.shapes.items():
             if name in self.kept:
                 high, low = (getattr(self, buffer_name(name, part)) for part in ("high", "low"))
-                full[STATE + name] = self.aggregate["join"](high, low, shape[-1])
+                full[STATE + name] = self.pom_mean["join"](high, low, shape[-1])
             else:
                 full[STATE + name] = torch.zeros(shape)
         outputs, taps = super().run(full)
         for name in self.kept:
             value, rest = outputs.pop(NEXT + name), outputs.pop(NEXT + name + LOW, None)
             buffer = getattr(self, buffer_name(name, "high"))
-            high, low = self.aggregate["halve"](value, rest, buffer.shape[-1])
+            high, low = self.pom_mean["halve"](value, rest, buffer.shape[-1])
             buffer.copy_(high)
             getattr(self, buffer_name(name, "low")).copy_(low)
         return outputs, taps
