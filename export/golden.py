@@ -25,6 +25,7 @@ MAX_REAL_SAMPLES = 64
 LONG = 257  # tokens of the long case: two blocks of the module's running sum
 GREAT = 4096  # where every run is longer than this, one case is all that is recorded: more would take minutes
 MAX_STREAMS = 4  # real samples in the recurrent form
+MAX_STEPS = 64  # chunks of a real sample where their length is fixed: it may be a single token
 REPEATABLE_DB = 110.0  # threads may add in another order; FP32 leaves 125 dB and more
 
 __all__ = ["Case", "golden_cases", "image_sizes", "record", "store", "stream_cases"]
@@ -134,8 +135,12 @@ def stream_cases(
     base = axis_sizes(example, axes)
     cases = []
     if samples and set(samples) == set(example) and not ragged:
-        real = {name: tensor[:MAX_STREAMS].numpy() for name, tensor in samples.items()}
+        first = next(iter(axes.values()))[0]
+        real = {name: tensor[: first if isinstance(first, int) else MAX_STREAMS].numpy() for name, tensor in samples.items()}
         length = next(array.shape[1] for array in real.values())
+        if tokens.fixed:
+            length = min(length, MAX_STEPS * tokens.minimum) // tokens.minimum * tokens.minimum or length
+            real = {name: _shortened(array, axes[name], length) for name, array in real.items()}
         cases.append(Case("samples", "real", _describe(real), real, chunks=_cut(length, [length // 2 or 1], tokens, frame)))
     for seed, (name, (rows, lengths)) in enumerate(wanted.items()):
         chunks = _cut(sum(lengths), lengths, tokens, frame)
@@ -152,6 +157,10 @@ def stream_cases(
         for i, case in enumerate(cases)
         if (case.chunks, case.description) not in [(c.chunks, c.description) for c in cases[:i]]
     ]
+
+
+def _shortened(array: np.ndarray, dims: list[int | str], length: int) -> np.ndarray:
+    return array[(slice(None),) * dims.index(TOKENS) + (slice(length),)] if TOKENS in dims else array
 
 
 def _cut(total: int, lengths: list[int], tokens: Extent, frame: int) -> list[int]:

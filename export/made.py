@@ -50,6 +50,7 @@ class Made(ABC):
         chunk: streamed form: tokens of a chunk.
     """
 
+    target = "onnx"
     chunk: int = 0
     precision: str = "fp32"
     remainder: str = "fp32"  # of INT8: what the rest computes in

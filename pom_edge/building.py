@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from pom_edge.export.inputs import Axes
     from pom_edge.export.made import Made
     from pom_edge.export.onnx_graph import Graph
+    from pom_edge.export.packages import Packages
+    from pom_edge.export.typed import Facts
     from pom_edge.pipeline import ExportOptions
     from pom_edge.quantize.calibration import Calibration
-    from pom_edge.quantize.forms import FormQuantizer
+    from pom_edge.quantize.forms import FormQuantizer, QuantizedForm
     from pom_edge.runtimes.stepping import Execute
     from pom_edge.subject import Subject
 
@@ -60,13 +62,14 @@ __all__ = ["Builder", "Built", "read_calibration"]
 class Built:
     """One artifact on its way into the manifest."""
 
-    made: Made
+    made: Any  # a Made, or the Packages of another target
     files: list[str]
     parity: dict[str, Any]
     ranges: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     speedup: float | None = None
     notes: list[str] = field(default_factory=list)
+    verified: str = ""  # where it is not the usual
 
 
 def read_calibration(subject: Subject, options: ExportOptions) -> tuple[Calibration, Axes] | None:
@@ -125,10 +128,56 @@ class Builder:
         self._outputs = list(cases[0].outputs)
         self._stages: dict[str, Stage] = {}
         self._files: list[str] = []
+        self._facts: Facts | None = None
+
+    @property
+    def made(self) -> Made:
+        """In FP32."""
+        return self._made
+
+    @property
+    def cases(self) -> list[Case]:
+        """Recorded inputs and answers."""
+        return self._cases
+
+    @property
+    def folder(self) -> Path:
+        """Of the bundle in the making."""
+        return self._folder
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the model's outputs."""
+        return self._outputs
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """Those that :meth:`hold_fp32` held."""
+        return self._stages
+
+    @property
+    def step(self) -> Step:
+        """Says what is done now."""
+        return self._step
+
+    def facts(self) -> Facts:
+        """What is known of the values of the FP32 graphs; looked at once."""
+        from pom_edge.export.inputs import Extent
+        from pom_edge.export.typed import look
+
+        if self._facts is None:
+            self._step("bound every value")
+            self._facts = look(self._made, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
+        return self._facts
+
+    def write(self, packages: Packages) -> list[str]:
+        """Write packages of another target into the bundle."""
+        with writing_errors(self._folder / packages.file):
+            return packages.save(self._folder, {**self._metadata, "form": packages.plan.form, "precision": packages.precision})
 
     def hold_fp32(self) -> None:
         """The lowered model and the FP32 graph are the model, whatever precision comes after."""
-        gate_db = self._gate_db("fp32") if "fp32" in self._options.precisions else GATES_DB["fp32"]
+        gate_db = self.gate_db("fp32") if "fp32" in self._options.precisions else GATES_DB["fp32"]
         traced = self._made.traced()
         if traced is not None:
             self._step("compare the lowered model with PyTorch")
@@ -145,7 +194,7 @@ class Builder:
             GateError: it misses one, whatever is kept in float.
         """
         if precision == "fp32":
-            return Built(self._made, self._files, self._parity(self._stages, precision))
+            return Built(self._made, self._files, self.parity(self._stages, precision))
         if precision in HALVES:
             return self._half(self._made, precision, precision)
         built = self._int8() if precision == "int8" else self._weights(precision)
@@ -163,7 +212,7 @@ class Builder:
         self._step(f"bound every value for {half}")
         facts = look(base, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
         keep: set[str] = set()
-        gate_db = self._gate_db(precision)
+        gate_db = self.gate_db(precision)
         while True:
             made, ranges = typed(base, half, facts, keep)
             if finish is not None:
@@ -185,22 +234,14 @@ class Builder:
             keep |= below
         notes = [f"{made.kind}: {', '.join(sorted(keep))} kept in FP32, below the gate of {gate_db:g} dB"] if keep else []
         stages = {**self._stages, "typed": stage, "rounded": rounded}
-        return Built(made, files, self._parity(stages, precision), ranges, notes=notes)
+        return Built(made, files, self.parity(stages, precision), ranges, notes=notes)
 
     def _int8(self) -> Built:
         from pom_edge.quantize.graph import finish
 
-        quantizer = self._calibrated()
-        assert self._calibration is not None
-        data = self._calibration[0]
-        self._step("quantize each layer alone")
-        case = self._cases[0]
-        alone = quantizer.sensitivity(case)
-        kept = self._fall_back(quantizer, alone)
-        self._step("make the INT8 graph")
-        form = quantizer.convert(kept)
+        form, data, alone, kept = self.quantized()
         eager = against(self._cases, self._made.plan, form.eager)
-        gate_db = self._gate_db("int8")
+        gate_db = self.gate_db("int8")
         if self._options.remainder == "fp32":
             for graph in form.made.graphs:
                 finish(graph)
@@ -211,8 +252,26 @@ class Builder:
             stage = self._graph_stage(built.made, self._folder)
         hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)
         eager_db = self._hold_eager(built.made, form.eager)
-        built.parity = self._parity({**self._stages, "eager": eager, "quantized": stage}, "int8", eager_db)
-        built.quantization = {
+        built.parity = self.parity({**self._stages, "eager": eager, "quantized": stage}, "int8", eager_db)
+        built.quantization = self.quantization(form, data, alone, kept)
+        built.notes += [*data.warnings, *form.warnings]
+        if kept:
+            built.notes.append(f"int8: {', '.join(kept)} kept in float, so that every gate holds")
+        return built
+
+    def quantized(self) -> tuple[QuantizedForm, Calibration, dict[str, float], list[str]]:
+        """The form in INT8, its data, what each layer costs alone (dB), and those that stay in float."""
+        quantizer = self._calibrated()
+        assert self._calibration is not None
+        self._step("quantize each layer alone")
+        alone = quantizer.sensitivity(self._cases[0])
+        kept = self._fall_back(quantizer, alone)
+        self._step("make the INT8 graph")
+        return quantizer.convert(kept), self._calibration[0], alone, kept
+
+    def quantization(self, form: QuantizedForm, data: Calibration, alone: dict[str, float], kept: list[str]) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {
             "calibration": data.source,
             "samples": data.samples,
             "observer": self._options.observer,
@@ -229,10 +288,6 @@ class Builder:
                 for fact in form.layers
             ],
         }
-        built.notes += [*data.warnings, *form.warnings]
-        if kept:
-            built.notes.append(f"int8: {', '.join(kept)} kept in float, so that every gate holds")
-        return built
 
     def _calibrated(self) -> FormQuantizer:
         from pom_edge.export.inputs import Extent
@@ -249,7 +304,7 @@ class Builder:
 
     def _fall_back(self, quantizer: FormQuantizer, alone: dict[str, float]) -> list[str]:
         """Which layers go back to float, the most sensitive first, until every gate holds."""
-        gate_db = self._gate_db("int8")
+        gate_db = self.gate_db("int8")
         ranked = sorted(alone, key=lambda path: alone[path])
         points = None if self._metric is None else torch_points(self._metric, self._made.plan)
         kept: list[str] = []
@@ -292,7 +347,7 @@ class Builder:
         if self._options.remainder != "fp32":
             half = self._half(base, self._options.remainder, self._options.remainder)
             base, ranges, notes = half.made, half.ranges, half.notes
-        store, other, gate_db = WeightStore(base, precision), dict[str, int](), self._gate_db(precision)
+        store, other, gate_db = WeightStore(base, precision), dict[str, int](), self.gate_db(precision)
         alone: dict[str, float] = {}
         while True:
             made, entries = store.store(other)
@@ -316,7 +371,7 @@ class Builder:
             notes.append(
                 f"w4: {len(eight)} of {len(entries)} weights in 8 bits: they do not fill blocks of 32, or cost too much"
             )
-        parity = self._parity({**self._stages, "quantized": stage}, precision)
+        parity = self.parity({**self._stages, "quantized": stage}, precision)
         return Built(made, files, parity, ranges, {"weights": listed, "kept_float": floats}, notes=notes)
 
     def _speedup(self, made: Made) -> float:
@@ -333,11 +388,13 @@ class Builder:
                 taken.append(time.perf_counter() - start)
         return round(statistics.median(seconds[0]) / statistics.median(seconds[1]), 2)
 
-    def _gate_db(self, precision: str) -> float:
+    def gate_db(self, precision: str) -> float:
+        """The gate of a precision, raised by --snr."""
         return max(self._options.snr_db or 0.0, GATES_DB[precision])
 
-    def _parity(self, stages: dict[str, Stage], precision: str, eager_db: float | None = None) -> dict[str, Any]:
-        gate_db = self._gate_db(precision)
+    def parity(self, stages: dict[str, Stage], precision: str, eager_db: float | None = None) -> dict[str, Any]:
+        """The manifest's entry; proves that the gate can fail."""
+        gate_db = self.gate_db(precision)
         vacuity = prove_gate(self._cases, self._made.plan.reference, self._made.mixers, gate_db)
         return parity_entry(stages, gate_db, self._outputs, vacuity, eager_db)
 

@@ -305,8 +305,9 @@ class Bundle:
         for entry in manifest.files:
             _verify(path, entry)
         listed = {entry.path for entry in manifest.files}
+        folders = {parent.as_posix() for file in listed for parent in PurePosixPath(file).parents}  # of Core ML packages
         for artifact in manifest.artifacts:
-            unlisted = [file for file in (artifact.file, *artifact.files) if file not in listed]
+            unlisted = [file for file in (artifact.file, *artifact.files) if file not in listed and file not in folders]
             if unlisted:
                 raise BundleError(f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again")
         if manifest.golden and GOLDEN not in listed:
@@ -323,7 +324,10 @@ class Bundle:
             yield case, {**self._golden(case.inputs), **made}, self._golden(case.outputs)
 
     def sha256(self, file: str) -> str:
-        """The hash of one of the bundle's files."""
+        """The hash of one of the bundle's files; of a folder (a Core ML package) that of its files' hashes, in order."""
+        inside = [entry.sha256 for entry in self.manifest.files if entry.path.startswith(f"{file}/")]
+        if inside:
+            return hashlib.sha256("".join(inside).encode()).hexdigest()
         return next(entry.sha256 for entry in self.manifest.files if entry.path == file)
 
     def taps(self, case: GoldenCase) -> dict[str, np.ndarray]:

@@ -32,7 +32,10 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Bundle = Annotated[Path, typer.Argument(help="A .pom bundle.", show_default=False)]
-Runtime = Annotated[str, typer.Option(help="ort, ort-cuda, ort-trt (ONNX Runtime), trt, rtx (engines).")]
+Runtime = Annotated[
+    str | None,
+    typer.Option(help="ort, ort-cuda, ort-trt (ONNX Runtime), coreml, trt, rtx (engines).  [default: the artifact's own]"),
+]
 Artifact = Annotated[str | None, typer.Option(help="File name of the artifact, when the bundle holds several.")]
 Spill = Annotated[Path | None, typer.Option(help="Streamed: folder for the tokens between passes (default: in memory).")]
 Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; default: its own choice.", min=1)]
@@ -148,9 +151,9 @@ def export_command(
     model: Annotated[
         Path, typer.Argument(help="model.pt, .safetensors, .ckpt or .pt2; a .pom gets engines", show_default=False)
     ],
-    target: Annotated[list[str] | None, typer.Option(help="onnx, trt, rtx (repeatable).  [default: onnx]")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="onnx, coreml, trt, rtx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: fp32; engines: fp16]")
+        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: onnx fp32, others fp16]")
     ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
@@ -176,6 +179,8 @@ def export_command(
     observer: Annotated[str, typer.Option(help="INT8 ranges: minmax, percentile or mse.")] = "percentile",
     int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
+    minimum_deployment_target: Annotated[str, typer.Option(help="Core ML: iOS16, iOS17 or iOS18.")] = "iOS17",
+    stateful: Annotated[bool, typer.Option("--stateful", help="Core ML, recurrent: keep the state in the package.")] = False,
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) in a run of --tokens N.")
     ] = None,
@@ -195,14 +200,14 @@ def export_command(
 ) -> None:
     """Export a trained model to a bundle of verified artifacts."""
     from pom_edge.console import Progress, print_export
-    from pom_edge.pipeline import ExportOptions, default_precisions, export_file, load_torch
+    from pom_edge.pipeline import ExportOptions, export_file, load_torch
     from pom_edge.runtimes.memory import parse_size
 
     if not is_bundle(model):
         load_torch()
     options = ExportOptions(
         targets=tuple(target or ["onnx"]),
-        precisions=tuple(precision or default_precisions(target or ["onnx"])),
+        precisions=tuple(precision or ()),
         form=form,
         tokens=tokens,
         batch=batch,
@@ -221,6 +226,8 @@ def export_command(
         observer=observer,
         int8_weights=int8_weights,
         remainder=remainder,
+        deployment_target=minimum_deployment_target,
+        stateful=stateful,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         compute_capability=tuple(compute_capability or ()),
         workspace=None if workspace is None else parse_size(workspace, "--workspace"),
@@ -245,7 +252,7 @@ def export_command(
 @_reported
 def check(
     bundle: Bundle,
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     artifact: Artifact = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also compare every mixer; needs the onnx package.")] = False,
     metric: Annotated[str | None, typer.Option(help="module:function(run) -> points; compared with PyTorch's.")] = None,
@@ -275,7 +282,7 @@ def run(
     bundle: Bundle,
     input_file: Annotated[Path, typer.Option("--input", help=".npz, .npy or .safetensors with inputs by tensor name.")],
     output_file: Annotated[Path, typer.Option("--output", help="Where the outputs go, in the same formats.")],
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     artifact: Artifact = None,
     spill: Spill = None,
     threads: Threads = None,
@@ -342,7 +349,7 @@ def memory(
     budget: Annotated[str | None, typer.Option(help="Bytes of the whole process: 512MiB, 500MB.")] = None,
     enforce: Annotated[bool, typer.Option("--enforce", help="Run under a limit of the system at the budget (Linux).")] = False,
     spill: Spill = None,
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     artifact: Artifact = None,
     threads: Threads = None,
     record: Annotated[bool, typer.Option("--record", help="Write the measurement into the bundle's manifest.")] = False,
@@ -363,7 +370,7 @@ def memory(
         budget=None if budget is None else parse_size(budget, "--budget"),
         enforce=enforce,
         artifact=artifact,
-        runtime=runtime,
+        runtime=runtime or "ort",
         spill=None if spill is None else str(spill),
         threads=threads,
     )
@@ -387,7 +394,7 @@ def bench_command(
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
     rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = 15,
     floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES: exit 1 where a row is below.")] = None,
-    runtime: Runtime = "ort",
+    runtime: Runtime = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -401,7 +408,7 @@ def bench_command(
             bundle,
             [_number(part, "--tokens", int) for part in tokens.split(",")],
             batch,
-            runtime=runtime,
+            runtime=runtime or "ort",
             threads=threads,
             rounds=rounds,
             floor=_floors(floor),

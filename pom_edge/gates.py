@@ -26,7 +26,7 @@ from pom_edge.runtimes.parity import (
     worst,
 )
 from pom_edge.runtimes.session import open_session
-from pom_edge.runtimes.stepping import Execute
+from pom_edge.runtimes.stepping import Execute, run_rows
 
 if TYPE_CHECKING:
     from pom_edge.export.forms import Plan
@@ -40,6 +40,7 @@ STAGES = {
     "rounded": "the typed graph with every operator rounded",
     "eager": "the quantized PyTorch model",
     "quantized": "the quantized graph",
+    "coreml": "the Core ML program",
 }
 
 __all__ = ["Stage", "against", "against_graph", "hold_metric", "hold_stage", "missed", "parity_entry", "prove_gate"]
@@ -120,8 +121,11 @@ def form_run(execute: Execute, plan: Plan, outputs: list[str]) -> Run:
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         lengths = [inputs[name].shape[axis] for name, axis in plan.token_axes.items() if name in inputs]
-        values = plan.through(execute, inputs, lengths[:1])
+        values = run_rows(lambda part: plan.through(execute, part, lengths[:1]), inputs, rows)
         return {name: values[name] for name in outputs}
+
+    first = next(iter(plan.axes.values()))[0]
+    rows = first if isinstance(first, int) else None
 
     return runner(run, plan.dtypes)
 

@@ -21,6 +21,7 @@ from pom_edge.system import memory_bytes
 NEEDS = {
     "export": (("torch", "onnx", "onnxscript", "onnxruntime"), "pip install 'pom-edge[export]'"),
     "run and check (ort)": (("onnxruntime",), "pip install 'pom-edge[ort]'"),
+    "coreml": (("torch", "coremltools"), "pip install 'pom-edge[export,coreml]'"),
     "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
     "engines for RTX GPUs (rtx)": (("tensorrt_rtx",), "pip install 'pom-edge[rtx]'"),
     "engines (trt)": (("tensorrt",), "JetPack's python3-libnvinfer on a Jetson, else pip install 'pom-edge[trt]'"),
@@ -128,7 +129,8 @@ def describe_trtexec(path: Path, artifact: str | None, raw: Path | None) -> dict
 
 def diagnose() -> dict[str, dict[str, Any]]:
     """Facts about this machine: versions, processor, memory, and what each step is missing."""
-    packages = ("pom-edge", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy", "cuda-python")
+    runtimes = ("onnxruntime", "onnxruntime-gpu", "coremltools", "cuda-python")
+    packages = ("pom-edge", "torch", "onnx", "onnxscript", *runtimes, "numpy")
     jetson = find_jetson()
     return {
         "machine": {

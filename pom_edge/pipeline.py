@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
+from pom_edge.coreml import build_coreml, check_coreml, coreml_options, fix_axes, missing_coreml
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
@@ -39,12 +40,14 @@ if TYPE_CHECKING:
     from pom_edge.compiling import Compiled, EngineOptions
     from pom_edge.export.forms import Plan
     from pom_edge.export.golden import Case
-    from pom_edge.export.inputs import Extent
+    from pom_edge.export.inputs import Axes, Extent
     from pom_edge.export.made import Made
     from pom_edge.export.streamed import Split
+    from pom_edge.quantize.calibration import Calibration
     from pom_edge.subject import Subject
 
-TARGETS = ("onnx", "trt", "rtx")
+TARGETS = ("onnx", "coreml", "trt", "rtx")
+DEFAULT_PRECISION = {"onnx": "fp32", "coreml": "fp16", "trt": "fp16", "rtx": "fp16"}
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
@@ -66,7 +69,7 @@ class ExportOptions:
     """What to make, as on the command line (see ``pom-export --help``)."""
 
     targets: Sequence[str] = ("onnx",)
-    precisions: Sequence[str] = ("fp32",)
+    precisions: Sequence[str] = ()  # none: each target's own, see DEFAULT_PRECISION
     form: str | None = None
     tokens: str | int | None = None
     batch: str | int | None = None
@@ -85,6 +88,8 @@ class ExportOptions:
     observer: str = "percentile"
     int8_weights: str = "8bit"
     remainder: str = "fp32"
+    deployment_target: str = "iOS17"
+    stateful: bool = False
     memory_budget: int | None = None
     compute_capability: Sequence[str] = ()
     workspace: int | None = None
@@ -93,6 +98,10 @@ class ExportOptions:
     version_compatible: bool = False
     hardware_compatible: bool = False
     overwrite: bool = False
+
+    def precisions_of(self, *targets: str) -> tuple[str, ...]:
+        """What targets are made in: what was asked for, else what each of them has by default."""
+        return tuple(dict.fromkeys(self.precisions or [DEFAULT_PRECISION.get(target, "fp32") for target in targets]))
 
     def check(self) -> None:
         """Refuse what this version does not make.
@@ -106,7 +115,7 @@ class ExportOptions:
             raise InputError("--max-drop needs --metric module:function, whose points may drop")
         for what, asked, known in (
             ("target", self.targets, TARGETS),
-            ("precision", self.precisions, PRECISIONS),
+            ("precision", self.precisions_of(*self.targets), PRECISIONS),
             ("form", [self.form or FORMS[0]], FORMS),
             ("remainder", [self.remainder], REMAINDERS),
             ("observer", [self.observer], OBSERVERS),
@@ -129,7 +138,11 @@ class ExportOptions:
             )
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
-        lowest = min(GATES_DB[precision] for precision in self.precisions)
+        if self.stateful and "coreml" not in self.targets:
+            raise InputError("--stateful is for --target coreml")
+        if "coreml" in self.targets:
+            check_coreml(self)
+        lowest = min(GATES_DB[precision] for precision in self.precisions_of(*self.targets))
         if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
             raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")
 
@@ -222,11 +235,6 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
     return _with_engines(export_in_budget(subject_from_file(path, options), options, out, step), options, step)
 
 
-def default_precisions(targets: Sequence[str]) -> tuple[str, ...]:
-    """FP32 for ONNX, FP16 for what compiles."""
-    return ("fp32",) * ("onnx" in targets) + ("fp16",) * bool(set(targets) - {"onnx"}) or ("fp32",)
-
-
 def compile_file(path: Path, options: ExportOptions, out: Path | None = None, progress: Step | None = None) -> ExportReport:
     """Compile the ONNX artifacts of a bundle, in place; needs neither torch nor onnx.
 
@@ -251,7 +259,7 @@ def compile_file(path: Path, options: ExportOptions, out: Path | None = None, pr
         raise InputError(
             f"{path} is a bundle already; what is compiled from one is --target {' or '.join(COMPILED)}, not {unmade[0]}"
         )
-    compiled = compile_bundle(path, options.targets, _engine_options(options, options.precisions), step)
+    compiled = compile_bundle(path, options.targets, _engine_options(options, options.precisions_of(*options.targets)), step)
     return _add_compiled(ExportReport(path, []), compiled, start)
 
 
@@ -263,8 +271,9 @@ def _with_engines(report: ExportReport, options: ExportOptions, step: Step) -> E
     if not targets:
         return report
     start = time.perf_counter()
-    halves = [precision for precision in options.precisions if precision != "fp32" or set(options.precisions) == {"fp32"}]
-    precisions = halves if "onnx" in options.targets else options.precisions  # FP32 beside others is for ONNX Runtime
+    asked = options.precisions_of(*targets)
+    others = tuple(precision for precision in asked if precision != "fp32")
+    precisions = (others or asked) if "onnx" in options.targets else asked  # FP32 beside others is for ONNX Runtime
     return _add_compiled(report, compile_bundle(report.bundle, targets, _engine_options(options, precisions), step), start)
 
 
@@ -310,9 +319,9 @@ def export_bundle(
 
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
-        targets: ``"onnx"``, ``"trt"``, ``"rtx"``, or several of them.
+        targets: ``"onnx"``, ``"coreml"``, ``"trt"``, ``"rtx"``, or several of them.
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several of them; by default FP32 for
-            ONNX and FP16 for engines.
+            ONNX and FP16 for Core ML and engines.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.
@@ -333,8 +342,7 @@ def export_bundle(
         hint = f" (use {', '.join(instead)})" if instead else ""
         raise InputError(f"export_bundle has no option {', '.join(unknown)}{hint}; it takes {', '.join(known)}")
     targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    asked = default_precisions(targets) if precision is None else precision
-    precisions = (asked,) if isinstance(asked, str) else tuple(asked)
+    precisions = (precision,) if isinstance(precision, str) else tuple(precision or ())
     made = ExportOptions(targets=targets, precisions=precisions, example=example_inputs, **options)
     made.check()
     check_destination(Path(out), made.overwrite)
@@ -423,12 +431,20 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     from pom_edge.export.inputs import Extent, check_example
 
     start = time.perf_counter()
+    missing = missing_coreml(options, out)
+    graphs = [target for target in options.targets if target != "coreml"]
+    narrow = None  # beside graphs, the packages of fixed shapes have a form of their own
+    if "coreml" in options.targets and not graphs:
+        options = coreml_options(options, subject.example)
+    elif "coreml" in options.targets and not missing:
+        narrow = coreml_options(options, subject.example)
     metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     if options.form == "streamed" and options.batch is None:
         batch = Extent(1, 1, 1)
     check_example(subject.example)
     calibration = read_calibration(subject, options)
+    fixed_calibration = None if narrow is None else read_calibration(subject, narrow)
 
     step("trace and translate")
     made, notes = _make(subject, options, batch, tokens, step)
@@ -449,16 +465,23 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
     with write_bundle(out, options.overwrite) as folder:
         with tempfile.TemporaryDirectory() as scratch:
-            builder = Builder(made, cases, folder, Path(scratch), metadata, options, metric, calibration, step)
+            own = options.precisions_of(*graphs) if graphs else ()
+            chosen = dataclasses.replace(options, precisions=own)
+            builder = Builder(made, cases, folder, Path(scratch), metadata, chosen, metric, calibration, step)
             builder.hold_fp32()
-            built = [builder.build(precision) for precision in dict.fromkeys(options.precisions)]
+            built = [builder.build(precision) for precision in own]
+            if narrow is not None:
+                builder, more = _fixed_builder(subject, narrow, folder, Path(scratch), metadata, fixed_calibration, step)
+                cases += more
+            if "coreml" in options.targets and not missing:
+                built += build_coreml(builder, options)
         notes += [note for each in built for note in each.notes]
         golden, entries = store(cases)
         fields = {
             "name": out.stem,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "producer": f"pom-edge {_version('pom-edge')}",
-            "tools": {name: _version(name) for name in ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")},
+            "tools": {name: _version(name) for name in _tools(options)},
             "model": subject.info,
             "published_layout": subject.published_layout,
             "config_hash": config_hash,
@@ -479,7 +502,35 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
             finish()
         step("check the bundle")
         reports = [_check_artifact(folder, each, step) for each in built]
-    return ExportReport(out, reports, warnings=subject.warnings, notes=notes, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return ExportReport(out, reports, missing, subject.warnings, notes, seconds)
+
+
+def _fixed_builder(
+    subject: Subject,
+    options: ExportOptions,
+    folder: Path,
+    scratch: Path,
+    metadata: dict[str, str],
+    calibration: tuple[Calibration, Axes] | None,
+    step: Step,
+) -> tuple[Builder, list[Case]]:
+    """A form of fixed shapes beside one of free shapes, with recorded cases of its own."""
+    from pom_edge.export.golden import record
+    from pom_edge.export.inputs import Extent
+
+    batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
+    step("trace it with fixed shapes")
+    made, _ = _make(subject, options, batch, tokens, step)
+    cases, _ = record(_cases(subject, made, batch, tokens), made.plan.reference)
+    for case in cases:
+        case.name = f"fixed-{case.name}"
+    fixed = scratch / "fixed"
+    fixed.mkdir()
+    none = dataclasses.replace(options, precisions=())
+    builder = Builder(made, cases, folder, fixed, metadata, none, None, calibration, step)
+    builder.hold_fp32()
+    return builder, cases
 
 
 def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
@@ -488,21 +539,21 @@ def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:
     from pom_edge.export.tensorrt_lint import tensorrt_facts
 
     made = built.made
-    runs = made.precision != "bf16"  # ONNX Runtime has no BF16 kernels on the CPU
+    runs = made.target == "onnx" and made.precision != "bf16"  # ONNX Runtime has no BF16 kernels on the CPU
     return Artifact(
-        target="onnx",
+        target=made.target,
         form=made.plan.form,
         precision=made.precision,
         remainder=made.remainder,
         file=made.file,
         files=built.files,
         notes=notes,
-        verified="onnxruntime (CPU)" if runs else EVALUATED,
+        verified=built.verified or ("onnxruntime (CPU)" if runs else EVALUATED),
         parity=built.parity,
         ranges=built.ranges,
         quantization=built.quantization,
         **made.fields(),
-        tensorrt=tensorrt_facts(made.graphs),
+        tensorrt=tensorrt_facts(made.graphs) if made.target == "onnx" else None,
         arena=[arena_plan(folder / file) if runs else None for file in made.files()],
     )
 
@@ -551,6 +602,8 @@ def _make(subject: Subject, options: ExportOptions, batch: Extent, tokens: Exten
         _check_tokens(plan, options, tokens)
         if subject.program is not None:
             return Single(plan, traced_program(subject.program, list(subject.example)), batch, tokens), []
+        if set(options.targets) == {"coreml"}:
+            fix_axes(plan, subject.example)
         if plan.form == "recurrent":
             forms.check_steps(plan)
         extents = {BATCH: batch, TOKENS: tokens}
@@ -660,17 +713,18 @@ def _check_artifact(folder: Path, built: Built, step: Step) -> ArtifactReport:
                 f"the written bundle does not hold its gate of {report.artifacts[0].gate_db:g} dB: {', '.join(failed)}"
             )
         verified = session.artifact.verified
-        case, inputs, _ = max(session.bundle.cases(), key=lambda found: sum(array.nbytes for array in found[1].values()))
+        fitting = [found for found in session.bundle.cases() if found[0].name in report.artifacts[0].cases]
+        case, inputs, _ = max(fitting, key=lambda found: sum(array.nbytes for array in found[1].values()))
         start = time.perf_counter()
         session.run_named(inputs)
         run_ms = round(1e3 * (time.perf_counter() - start), 3)
-    if verified == EVALUATED:
+    if made.target != "onnx" or verified == EVALUATED:
         timed, peak = None, None  # those of the evaluator are not the artifact's
     else:
         step("measure its memory")
         timed, peak = run_ms, measure_peak(folder, made.file, inputs)
     return ArtifactReport(
-        "onnx",
+        made.target,
         made.plan.form,
         made.precision,
         made.file,
@@ -683,6 +737,10 @@ def _check_artifact(folder: Path, built: Built, step: Step) -> ArtifactReport:
         None if peak is None else peak.to_dict(),
         built.speedup,
     )
+
+
+def _tools(options: ExportOptions) -> tuple[str, ...]:
+    return ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", *(["coremltools"] if "coreml" in options.targets else []))
 
 
 def _bytes(folder: Path, files: list[str]) -> int:

@@ -137,6 +137,7 @@ class FormQuantizer:
         traced = [t if q is None else q.traced for t, q in zip(self._made.traced_graphs, quantized, strict=True)]
         graphs = [translate(each) for each in traced]
         made = self._made.typed(graphs, "int8")
+        made.traced_graphs = traced
         eager = made.drive(
             [
                 torch_execute(t.program.module(check_guards=False) if q is None else q.module, t)

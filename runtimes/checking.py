@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from pom_edge.runtimes.fitting import run_fitting
 from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
+
+ANYWHERE = {"ort": "onnxruntime", "coreml": "coremltools"}  # what runs on any machine, and the module that it takes
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
 
@@ -97,7 +100,7 @@ def check_session(session: Session, layers: bool = False, metric: Metric | None 
     found: dict[str, list[Metrics]] = {}
     for case, inputs, reference in session.bundle.cases():
         outputs = run_fitting(session.execute, session.artifact, case, inputs)
-        if outputs is None:  # an engine of fixed sizes does not run every case
+        if outputs is None:  # an artifact of fixed sizes does not run every case
             continue
         comparison = compare(reference, case.sampled(outputs), gate_db)
         for name, metrics in comparison.values.items():
@@ -129,7 +132,7 @@ def _compare_metric(metric: Metric, session: Session) -> dict[str, Any]:
 
 def check_bundle(
     path: str | PathLike[str],
-    runtime: str = "ort",
+    runtime: str | None = None,
     artifact: str | None = None,
     layers: bool = False,
     threads: int | None = None,
@@ -137,11 +140,14 @@ def check_bundle(
 ) -> CheckReport:
     """Open and check a bundle; arguments as in :func:`open_session` and :func:`check_session`.
 
-    Every artifact that the runtime could execute is checked, unless one is named.
+    Every artifact that the runtime could execute is checked, unless one is named; without a runtime, every graph and package
+    that one here could. Engines belong to one kind of GPU: they are checked where their runtime is named.
     """
     files: list[str | None] = [artifact]
     if artifact is None:
-        files = [*fitting_artifacts(Bundle.open(Path(path)), runtime)] or files  # none: the session says what there is
+        bundle = Bundle.open(Path(path))
+        runtimes = [name for name, module in ANYWHERE.items() if find_spec(module)] if runtime is None else [runtime]
+        files = [file for name in runtimes for file in fitting_artifacts(bundle, name)] or files  # none: the session says why
     reports = []
     for file in files:
         with open_session(Path(path), runtime=runtime, artifact=file, threads=threads) as session:

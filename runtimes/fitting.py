@@ -1,6 +1,8 @@
-"""Golden cases for an artifact whose sizes are fixed: an engine runs what it was built for.
+"""Golden cases for an artifact whose sizes are fixed: it runs what it was built for.
 
-A case of another length does not fit and is left out; one of more samples is run a part of the batch at a time.
+A case of another length does not fit and is left out. Engines have no cases of their own: on them one of more samples is run a
+part of the batch at a time, and a stream is cut anew. A Core ML package has its own, and takes others as they were recorded or
+not at all.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ def run_fitting(execute: Execute, artifact: Artifact, case: GoldenCase, inputs: 
 
     Args:
         execute: the artifact.
-        case: how a sequence is cut in the recurrent form is chosen anew where the artifact takes other chunks.
+        case: how a sequence is cut in the recurrent form is chosen anew where an engine takes other chunks.
         inputs: by name, as recorded.
     """
     specs = [spec for spec in artifact.inputs if not is_state(spec.name)]
-    if artifact.engine is None:
-        return run_case(execute, artifact, case, inputs)
     rows = _rows(specs, artifact, inputs)
     chunks = _chunks(specs, artifact, case.chunks)
     if rows is None or (case.chunks and not chunks):
         return None
-    case = case.model_copy(update={"chunks": chunks})
     total = inputs[specs[0].name].shape[BATCH_AXIS]
+    if artifact.engine is None and (rows != total or chunks != case.chunks):
+        return None
+    case = case.model_copy(update={"chunks": chunks})
+    if rows == total:
+        return run_case(execute, artifact, case, inputs)
     parts = []
     for start in range(0, total, rows):
         part = {

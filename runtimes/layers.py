@@ -9,10 +9,11 @@ import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError, require
+from pom_edge.runtimes.fitting import run_fitting
 from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import Metrics, measure, worst
 from pom_edge.runtimes.rounding import open_rounded
-from pom_edge.runtimes.stepping import Execute, is_state, run_case
+from pom_edge.runtimes.stepping import Execute, is_state
 from pom_edge.runtimes.streamed import run_stream
 from pom_edge.runtimes.tokens import Buffer
 
@@ -56,16 +57,24 @@ def first_divergence(bundle: Bundle, artifact: Artifact) -> dict[str, Metrics]:
     found: dict[str, list[Metrics]] = {name: [] for name in names}
     execute = _tapped(bundle, artifact)
     for case, inputs, reference in cases:
-        value = run_case(execute, artifact, case, inputs)
+        value = run_fitting(execute, artifact, case, inputs)
+        if value is None:
+            continue
         for name in names:
             found[name].append(measure(reference[name], value[name]))
+    if not all(found.values()):
+        raise InputError(f"{artifact.file} fits none of the cases whose layers were recorded")
     return {name: worst(metrics) for name, metrics in found.items()}
 
 
 def _tapped(bundle: Bundle, artifact: Artifact) -> Execute:
     """The artifact with its mixers' outputs, whatever its form."""
     stream = artifact.stream
-    open_graph = open_rounded if artifact.precision == "bf16" else open_tapped
+    open_graph: Callable[..., Execute] = open_rounded if artifact.precision == "bf16" else open_tapped
+    if artifact.target == "coreml":
+        from pom_edge.runtimes.coreml_session import open_package
+
+        open_graph = open_package
     if stream is None:
         states = {spec.name: spec.name for spec in artifact.outputs if is_state(spec.name)}
         return open_graph(bundle.path / artifact.file, artifact.mixers | states)

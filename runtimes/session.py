@@ -21,11 +21,13 @@ from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, check_folder
 if TYPE_CHECKING:
     from pom_edge.runtimes.checking import CheckReport
 
-# What each runtime executes: the ending of its files, and the target where several share one.
+# What each runtime executes: the ending of its files, and the target where several share one. The first that fits is an
+# artifact's own.
 KINDS: dict[str, tuple[str, str | None]] = {
     "ort": (".onnx", None),
     "ort-cuda": (".onnx", None),
     "ort-trt": (".onnx", None),
+    "coreml": (".mlpackage", None),
     "trt": (".engine", "trt"),
     "rtx": (".engine", "rtx"),
 }
@@ -382,7 +384,7 @@ def _converted(spec: TensorSpec, array: np.ndarray, wanted: np.dtype) -> np.ndar
 
 def open_session(
     path: str | os.PathLike[str],
-    runtime: str = "ort",
+    runtime: str | None = None,
     artifact: str | None = None,
     threads: int | None = None,
     spill: str | os.PathLike[str] | None = None,
@@ -391,8 +393,8 @@ def open_session(
 
     Args:
         path: the ``.pom`` folder; its hashes are verified before any native parser sees a byte.
-        runtime: ``"ort"`` (ONNX Runtime, CPU), ``"ort-cuda"`` or ``"ort-trt"`` (its GPU providers), ``"trt"`` or ``"rtx"`` (an
-            engine of that target, on a GPU).
+        runtime: ``"ort"`` (ONNX Runtime, CPU), ``"ort-cuda"`` or ``"ort-trt"`` (its GPU providers), ``"coreml"`` (macOS;
+            evaluated elsewhere), ``"trt"`` or ``"rtx"`` (an engine of that target, on a GPU); None takes that of the artifact.
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
@@ -402,11 +404,10 @@ def open_session(
         InputError: unknown runtime, no artifact of the bundle fits it, or a folder that cannot be spilled into.
         MissingExtraError: the runtime is not installed.
     """
-    if runtime not in RUNTIMES:
+    if runtime is not None and runtime not in RUNTIMES:
         raise InputError(f"unknown runtime {runtime!r}; this version has {', '.join(RUNTIMES)}")
-    from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
-
     bundle = Bundle.open(Path(path))
+    runtime = runtime or _runtime_of(bundle, artifact)
     extension, target = KINDS[runtime]
     chosen = select_artifact(bundle, extension, artifact, target)
     place = None if spill is None else Path(spill)
@@ -416,7 +417,22 @@ def open_session(
         from pom_edge.runtimes.tensorrt_session import TensorRTSession
 
         return TensorRTSession(bundle, chosen, place)
+    if runtime == "coreml":
+        from pom_edge.runtimes.coreml_session import CoreMLSession
+
+        return CoreMLSession(bundle, chosen, place)
+    from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
+
     return OnnxRuntimeSession(bundle, chosen, threads, place, runtime)
+
+
+def _runtime_of(bundle: Bundle, name: str | None) -> str:
+    """The runtime that takes the artifact of that name; without a name ONNX Runtime, if the bundle holds something for it."""
+    for runtime in RUNTIMES:
+        files = fitting_artifacts(bundle, runtime)
+        if files and name in (None, *files):
+            return runtime
+    return RUNTIMES[0]  # says what there is
 
 
 def check_spill(folder: Path, artifact: Artifact) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "next_state",
     "run_case",
     "run_chunks",
+    "run_rows",
     "save_state",
     "split",
 ]
@@ -103,6 +104,24 @@ def run_chunks(
         state = next_state(outputs)
         pieces.append({name: array for name, array in outputs.items() if not is_state(name)})  # old states are done with
     return join(pieces, axes)
+
+
+def run_rows(execute: Execute, inputs: Arrays, rows: int | None) -> Arrays:
+    """Run what takes a fixed number of sequences on a multiple of them, one part after the other.
+
+    Args:
+        execute: inputs by name -> outputs by name, each with a row for each sequence.
+        inputs: whose first array says how many sequences there are.
+        rows: sequences that it takes; None takes any number.
+    """
+    total = next(iter(inputs.values())).shape[0]
+    if rows is None or total <= rows or total % rows:
+        return dict(execute(inputs))
+    parts = []
+    for start in range(0, total, rows):
+        own = {n: a[start : start + rows] if a.ndim and a.shape[0] == total else a for n, a in inputs.items()}
+        parts.append(execute(own))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def run_case(execute: Execute, artifact: Artifact, case: GoldenCase, inputs: Arrays) -> Arrays:

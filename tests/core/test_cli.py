@@ -112,7 +112,7 @@ def test_bad_model_files(name: str, tmp_path: Path) -> None:
         (["--form", "x"], ["unknown form 'x'; this version makes: parallel"]),
         (["--tokens", "0"], ["--tokens is '0'", "MIN:OPT:MAX"]),
         (["--batch", "8:1:2"], ["--batch is '8:1:2'"]),
-        (["--mask", "causal"], ["--mask is for the bare published layers"]),
+        (["--mask", "causal"], ["--mask is for bare published layers"]),
         (["--example", "nowhere.npz"], ["nowhere.npz", "does not exist"]),
         (["--factory", "nowhere:build"], ["--factory"]),
         (["--layout", "current"], ["--layout"]),

@@ -264,7 +264,7 @@ def test_a_model_without_pom(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"targets": ("tpu",)}, "unknown target 'tpu'; this version makes: onnx"),
+        ({"targets": ("tpu",)}, "unknown target 'tpu'; this version makes: onnx, coreml, trt, rtx"),
         ({"precisions": ("fp8",)}, "unknown precision 'fp8'; this version makes: fp32"),
         ({"form": "spiral"}, "unknown form 'spiral'; this version makes: parallel"),
         ({"targets": ()}, "unknown target"),
@@ -346,7 +346,7 @@ def test_every_output_of_a_model_is_exported(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no option bogus; it takes batch, calibration, chunk"):
+    with pytest.raises(InputError, match=r"no option bogus; it takes batch, calibration, chunk, clamp"):
         export_bundle(_Random(), bogus=1, out=tmp_path / "a.pom")
     with pytest.raises(InputError, match=r"use example_inputs for example"):
         export_bundle(_Random(), example={}, out=tmp_path / "a.pom")

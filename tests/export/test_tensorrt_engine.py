@@ -434,6 +434,7 @@ def test_the_builder_imports_neither_torch_nor_onnx(tmp_path: Path) -> None:
 
 
 def test_engines_default_to_fp16() -> None:
-    assert pipeline.default_precisions(["onnx"]) == ("fp32",)
-    assert pipeline.default_precisions(["rtx"]) == ("fp16",)
-    assert pipeline.default_precisions(["onnx", "trt"]) == ("fp32", "fp16")
+    assert pipeline.ExportOptions().precisions_of("onnx") == ("fp32",)
+    assert pipeline.ExportOptions().precisions_of("rtx") == ("fp16",)
+    assert pipeline.ExportOptions().precisions_of("onnx", "trt", "coreml") == ("fp32", "fp16")
+    assert pipeline.ExportOptions(precisions=("int8",)).precisions_of("onnx", "trt") == ("int8",)

@@ -1,0 +1,189 @@
+"""The Core ML target: which shapes it fixes, and its artifacts, each held against PyTorch by evaluating the saved package."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pom_edge.building import Builder, Built
+from pom_edge.errors import InputError, MissingExtraError
+from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
+from pom_edge.runtimes.coreml_session import EVALUATED
+from pom_edge.runtimes.parity import measure, worst
+
+if TYPE_CHECKING:
+    from pom_edge.export.forms import Plan
+    from pom_edge.export.onnx_graph import Traced
+    from pom_edge.export.packages import Islands, Packages
+    from pom_edge.pipeline import ExportOptions
+    from pom_edge.runtimes.stepping import Execute
+
+INSTALL = "pip install 'pom-edge[coreml]'"
+CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
+STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
+
+__all__ = ["build_coreml", "check_coreml", "coreml_options", "fix_axes", "missing_coreml"]
+
+
+def check_coreml(options: ExportOptions) -> None:
+    """Refuse what Core ML does not have.
+
+    Raises:
+        InputError: BF16, an unknown deployment target, or one too old for the precision.
+    """
+    known = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
+    target, precisions = options.deployment_target, options.precisions_of("coreml")
+    if target not in known:
+        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(known)}")
+    if "bf16" in precisions:
+        raise InputError("Core ML has no BF16; use --precision fp16, its own default, or fp32")
+    for precision, oldest in (("int8", 17), ("w4", 18)):
+        if precision in precisions and known[target] < oldest:
+            raise InputError(
+                f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
+                f"iOS{oldest}"
+            )
+    if options.stateful and (options.form != "recurrent" or known[target] < 18 or "int8" in precisions):
+        raise InputError(
+            "--stateful needs --form recurrent, --minimum-deployment-target iOS18 or macOS15, and another precision than int8; "
+            "without it the state goes in and out as FP32 tensors, from iOS16 on"
+        )
+    if options.memory_budget is not None:
+        raise InputError("--memory-budget is for ONNX Runtime, whose memory can be predicted; Core ML's cannot: leave it out")
+    if options.tokens is None or ":" not in str(options.tokens):
+        return
+    if options.form == "recurrent":
+        raise InputError(f"--tokens is {options.tokens!r}; a chunk of the recurrent form has one length on Core ML: give N")
+
+
+def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
+    """What the report says where coremltools is not installed.
+
+    Raises:
+        MissingExtraError: nothing else was asked for.
+    """
+    if "coreml" not in options.targets or find_spec("coremltools") is not None:
+        return []
+    if set(options.targets) == {"coreml"}:
+        raise MissingExtraError(f"coremltools is not installed, and --target coreml needs it. Run: {INSTALL}")
+    return [{"target": "coreml", "reason": "coremltools is not installed", "run": f"{INSTALL}, then export {out.name} again"}]
+
+
+def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> ExportOptions:
+    """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given."""
+    from pom_edge.export.inputs import TOKENS, Extent, plan_axes
+
+    changes: dict[str, Any] = {"batch": options.batch or 1, "targets": ("coreml",)}
+    if options.form == "streamed":
+        if options.chunk is None:
+            changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
+    elif options.tokens is None:
+        axes = plan_axes(dict(example), Extent(), Extent())
+        lengths = [int(example[name].shape[dims.index(TOKENS)]) for name, dims in axes.items() if TOKENS in dims]
+        if lengths:
+            changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
+    return dataclasses.replace(options, **changes)
+
+
+def fix_axes(plan: Plan, example: Mapping[str, Any]) -> None:
+    """Fix what neither --batch nor --tokens names, the length of a context: as long as the example's. Changes the plan."""
+    from pom_edge.export.inputs import BATCH, TOKENS, axis_sizes, make_inputs
+
+    own = {name: dims for name, dims in plan.axes.items() if name in example}
+    lengths, sizes = axis_sizes(dict(example), own), axis_sizes(plan.example, plan.axes)
+    if not set(lengths) - {BATCH, TOKENS}:
+        return
+    for dims in plan.axes.values():
+        dims[:] = [lengths[dim] if isinstance(dim, str) and dim not in (BATCH, TOKENS) else dim for dim in dims]
+    plan.example = make_inputs(plan.example, plan.axes, sizes, seed=0)
+
+
+def build_coreml(builder: Builder, options: ExportOptions) -> list[Built]:
+    """The artifacts of every precision that was asked for.
+
+    Raises:
+        GateError: one misses its gate, whatever stays in FP32.
+    """
+    return [_CoreML(builder, options, precision).build() for precision in options.precisions_of("coreml")]
+
+
+class _CoreML:
+    """One artifact on its way."""
+
+    def __init__(self, builder: Builder, options: ExportOptions, precision: str) -> None:
+        self._builder, self._options, self._precision = builder, options, precision
+        self._made, self._cases = builder.made, builder.cases
+        self._gate_db = builder.gate_db(precision)
+        self._weights_only = precision in ("w8", "w4")
+
+    def build(self) -> Built:
+        keep: set[str] = set()
+        form = quantization = eager = None
+        if self._precision == "int8":
+            form, data, alone, floats = self._builder.quantized()
+            quantization = self._builder.quantization(form, data, alone, floats)
+        ranges: dict[str, Any] | None = None
+        while True:
+            islands = None
+            if self._precision != "fp32":
+                islands, ranges = self._islands(set() if self._weights_only else keep)
+            packages, files, stage = self._convert(islands, None if form is None else form.made.traced_graphs, keep)
+            failed = missed(stage, self._gate_db)
+            if not failed:
+                break
+            mixers = {name.split("#")[0] for name in stage if name not in self._builder.outputs}
+            below = {name.split("#")[0] for name in failed} & mixers
+            if not below:  # an output alone misses: the worst mixer is the likeliest cause
+                left = {name: stage[name].snr_db for name in stage if name.split("#")[0] in mixers - keep}
+                below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
+            if self._weights_only and below <= keep:  # the mixer is as it was: what comes before it is not
+                below = {path.rpartition(".")[0] for path in below} - {""}
+            if self._precision == "fp32" or not below - keep:
+                hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
+            keep |= below
+        width = "with FP16 weights" if self._weights_only else "in FP32"
+        notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept {width}, for the gate"] if keep else []
+        if ranges is not None:
+            ranges["half_share"] = packages.half_share
+        stages = dict(self._builder.stages)
+        if form is not None:
+            stages["eager"] = against(self._cases, self._made.plan, form.eager)
+            eager = self._beside_eager(packages, form.eager)
+        parity = self._builder.parity({**stages, "coreml": stage}, self._precision, eager)
+        parity["operators"] = packages.operators()
+        return Built(packages, files, parity, ranges, quantization, notes=notes, verified=EVALUATED)
+
+    def _beside_eager(self, packages: Packages, eager: Execute) -> float:
+        """SNR of the package against the quantized model of PyTorch: a figure and no gate, since what is between integers
+        computes in FP16 here, and a value at the middle between two integers goes one way or the other."""
+        run = packages.written(self._builder.folder)
+        found = []
+        for case in self._cases:
+            truth, values = (self._made.plan.through(each, case.inputs, case.chunks) for each in (eager, run))
+            found += [measure(truth[name], values[name]) for name in self._builder.outputs]
+        return round(worst(found).snr_db, 2)
+
+    def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
+        from pom_edge.export.packages import Islands
+        from pom_edge.export.typed import typed
+
+        made, ranges = typed(self._made, "fp16", self._builder.facts(), keep)
+        return [Islands.of(graph, keep) for graph in made.graphs], ranges
+
+    def _convert(
+        self, islands: list[Islands] | None, traced: list[Traced] | None, keep: set[str]
+    ) -> tuple[Packages, list[str], Stage]:
+        from pom_edge.export.packages import Packages
+
+        step, kind = self._builder.step, f"Core ML in {self._precision}"
+        step(f"convert to {kind}")
+        floats = keep if self._weights_only else set()
+        packages = Packages(
+            self._made, self._precision, islands, self._options.deployment_target, traced, floats, self._options.stateful
+        )
+        files = self._builder.write(packages)
+        step(f"evaluate {kind} beside PyTorch")
+        return packages, files, against_graph(self._cases, packages.plan, packages.written(self._builder.folder))
