@@ -71,6 +71,16 @@ def _half_scales(model: ir.Model) -> None:
             replace_constant(model, node, 1, rounded, f"{node.outputs[0].name}_scale")
     if changed:
         model.opset_imports[""] = max(HALF_OPSET, model.opset_imports[""])
+    for node in list(model.graph):  # a pair has one scale, also where one of the two is FP32
+        before = node.inputs[0].producer() if node.op_type == "DequantizeLinear" and node.inputs[0] is not None else None
+        if before is None or before.op_type != "QuantizeLinear":
+            continue
+        first, second = _constant(before.inputs[1]), _constant(node.inputs[1])
+        if first is None or second is None or first.dtype == second.dtype:
+            continue
+        # the rounded value is one that both types have
+        wider, rounded = (before, second) if second.dtype == np.float16 else (node, first)
+        replace_constant(model, wider, 1, rounded.astype(np.float32), f"{wider.outputs[0].name}_scale")
 
 
 def _transpose_beforehand(model: ir.Model, node: ir.Node) -> None:

@@ -263,7 +263,7 @@ def test_an_export_within_a_budget(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the runtime alone takes"):
         export_bundle(model, out=tmp_path / "c.pom", memory_budget=12, **options)
     with pytest.raises(InputError, match="needs --tokens N"):
-        export_bundle(model, out=tmp_path / "c.pom", memory_budget=1 << 30)
+        export_bundle(model, out=tmp_path / "c.pom", memory_budget=1 << 30, example_inputs=options["example_inputs"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pom", "b.pom"]
 
 
