@@ -30,7 +30,7 @@ from pom_edge.gates import (
 )
 from pom_edge.metric import Metric
 from pom_edge.runtimes.onnxruntime_session import without_spinning
-from pom_edge.runtimes.parity import GATES_DB, measure, worst
+from pom_edge.runtimes.parity import GATES_DB, Arrays, measure, worst
 
 if TYPE_CHECKING:
     from pom_edge.export.golden import Case
@@ -124,9 +124,11 @@ class Builder:
         self._calibration = calibration
         self._made, self._cases, self._folder = made, cases, folder
         self._metadata, self._options, self._metric, self._step = metadata, options, metric, step
+        self._scratch = scratch
         self._fp32_folder = folder if "fp32" in options.precisions else scratch
         self._outputs = list(cases[0].outputs)
         self._stages: dict[str, Stage] = {}
+        self._dead: dict[str, Arrays] = {}
         self._files: list[str] = []
         self._facts: Facts | None = None
 
@@ -162,13 +164,16 @@ class Builder:
 
     def facts(self) -> Facts:
         """What is known of the values of the FP32 graphs; looked at once."""
+        if self._facts is None:
+            self._facts = self._look(self._made)
+        return self._facts
+
+    def _look(self, base: Made) -> Facts:
         from pom_edge.export.inputs import Extent
         from pom_edge.export.typed import look
 
-        if self._facts is None:
-            self._step("bound every value")
-            self._facts = look(self._made, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
-        return self._facts
+        self._step("bound every value")
+        return look(base, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
 
     def write(self, packages: Packages) -> list[str]:
         """Write packages of another target into the bundle."""
@@ -201,16 +206,27 @@ class Builder:
         built.speedup = self._speedup(built.made)
         return built
 
-    def _half(self, base: Made, half: str, precision: str, finish: Callable[[Graph], Graph] | None = None) -> Built:
+    def _half(
+        self,
+        base: Made,
+        half: str,
+        precision: str,
+        finish: Callable[[Graph], Graph] | None = None,
+        folder: Path | None = None,
+    ) -> Built:
         """``base`` with its floating-point nodes in half precision; mixers below their gate stay in FP32.
 
-        ``finish`` is applied to each typed graph.
+        Args:
+            base: in FP32, or INT8 with the rest in FP32.
+            half: ``"fp16"`` or ``"bf16"``.
+            precision: whose gate is held.
+            finish: applied to each typed graph.
+            folder: where it is written; None: into the bundle.
         """
-        from pom_edge.export.inputs import Extent
-        from pom_edge.export.typed import look, typed
+        from pom_edge.export.typed import typed
 
-        self._step(f"bound every value for {half}")
-        facts = look(base, self._cases, Extent.parse(self._options.tokens, "--tokens").maximum)
+        folder = self._folder if folder is None else folder
+        facts = self.facts() if base is self._made else self._look(base)
         keep: set[str] = set()
         gate_db = self.gate_db(precision)
         while True:
@@ -218,19 +234,19 @@ class Builder:
             if finish is not None:
                 for graph in made.graphs:
                     finish(graph)
-            files, stage = self._written(made)
-            run = made.written(self._folder, rounded=True)
+            files, stage = self._written(made, folder)
+            run = made.written(folder, rounded=True)
             rounded = stage if made.precision == "bf16" else against_graph(self._cases, made.plan, run)
             failed = missed(stage, gate_db) or missed(rounded, gate_db)
             if not failed:
                 break
-            stage = stage if missed(stage, gate_db) else rounded
+            name, stage = ("typed", stage) if missed(stage, gate_db) else ("rounded", rounded)
             mixers = {name: m.snr_db for name, m in stage.items() if name not in self._outputs}
             below = {name.split("#")[0] for name in failed if name in mixers}
             if not below and mixers:  # an output alone misses: the worst mixer is the likeliest cause
                 below = {min(set(mixers) - keep or mixers, key=lambda name: mixers[name]).split("#")[0]}
             if not below - keep:
-                hold_stage("typed", stage, gate_db, made.plan, self._outputs)
+                hold_stage(name, stage, gate_db, made.plan, self._outputs)
             keep |= below
         notes = [f"{made.kind}: {', '.join(sorted(keep))} kept in FP32, below the gate of {gate_db:g} dB"] if keep else []
         stages = {**self._stages, "typed": stage, "rounded": rounded}
@@ -332,7 +348,7 @@ class Builder:
         found = []
         for case in self._cases:
             truth, values = (made.plan.through(run, case.inputs, case.chunks) for run in (eager, exact))
-            found += [measure(truth[name], values[name]) for name in self._outputs]
+            found += [measure(truth[name], values[name]) for name in (*case.outputs, *case.taps)]
         eager_db = round(worst(found).snr_db, 2)
         if made.remainder == "fp32" and eager_db < EAGER_GATE_DB:
             raise GateError(
@@ -345,7 +361,7 @@ class Builder:
 
         base, ranges, notes = self._made, None, []
         if self._options.remainder != "fp32":
-            half = self._half(base, self._options.remainder, self._options.remainder)
+            half = self._half(base, self._options.remainder, self._options.remainder, folder=self._scratch)
             base, ranges, notes = half.made, half.ranges, half.notes
         store, other, gate_db = WeightStore(base, precision), dict[str, int](), self.gate_db(precision)
         alone: dict[str, float] = {}
@@ -395,14 +411,14 @@ class Builder:
     def parity(self, stages: dict[str, Stage], precision: str, eager_db: float | None = None) -> dict[str, Any]:
         """The manifest's entry; proves that the gate can fail."""
         gate_db = self.gate_db(precision)
-        vacuity = prove_gate(self._cases, self._made.plan.reference, self._made.mixers, gate_db)
+        vacuity = prove_gate(self._cases, self._made.plan.reference, self._made.mixers, gate_db, self._dead)
         return parity_entry(stages, gate_db, self._outputs, vacuity, eager_db)
 
-    def _written(self, made: Made) -> tuple[list[str], Stage]:
-        """Lint, write and run a form's graphs."""
+    def _written(self, made: Made, folder: Path | None = None) -> tuple[list[str], Stage]:
+        """Lint, write (into the bundle, unless a folder is given) and run a form's graphs."""
+        folder = self._folder if folder is None else folder
         made.lint()
-        files = self._save(made, self._folder)
-        return files, self._graph_stage(made, self._folder)
+        return self._save(made, folder), self._graph_stage(made, folder)
 
     def _graph_stage(self, made: Made, folder: Path) -> Stage:
         self._step(f"compare {made.kind} with PyTorch")

@@ -149,7 +149,7 @@ def print_export(report: ExportReport) -> None:
         if artifact.run_ms is None:
             print(f"{artifact.file}: {artifact.verified}")
         else:
-            print(f"{artifact.file}: memory (whole process) and time of one run of {artifact.run_inputs}, {artifact.verified}")
+            print(f"{artifact.file}: memory (whole process) and time of one run of {artifact.run_inputs}, {artifact.runtime}")
         if (artifact.parity or {}).get("metric"):
             print(say_metric((artifact.parity or {})["metric"]))
     for warning in report.warnings:

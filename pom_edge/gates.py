@@ -149,12 +149,22 @@ def hold_metric(metric: Metric, folder: Path, plan: Plan, file: str) -> dict[str
     return entry
 
 
-def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: float) -> list[Vacuity]:
+def prove_gate(
+    cases: list[Case], reference: Any, mixers: list[str], gate_db: float, dead: dict[str, Arrays] | None = None
+) -> list[Vacuity]:
     """Zero each mixer in turn, zero and permute the outputs: the gate must notice every one.
+
+    Args:
+        cases: recorded inputs and answers; the smallest is run with each mixer zeroed.
+        reference: PyTorch's model.
+        mixers: module paths.
+        gate_db: the gate under test.
+        dead: answers with each mixer zeroed, filled here: gates of several precisions share them.
 
     Raises:
         GateError: it does not; the gate would pass a broken model.
     """
+    dead = {} if dead is None else dead
     case = min(cases, key=lambda c: c.nbytes)
     true = _merged((case.outputs, case.taps))
     results: list[Vacuity] = []
@@ -167,8 +177,9 @@ def prove_gate(cases: list[Case], reference: Any, mixers: list[str], gate_db: fl
         if not any(np.any(tap) for tap in taps):
             results.append(Vacuity(f"zeroed mixer {name}", None, "its output is zero already"))
             continue
-        dead = _merged(reference.run(case.inputs, zeroed=name))
-        results.append(Vacuity(f"zeroed mixer {name}", not compare(true, dead, gate_db).passed))
+        if name not in dead:
+            dead[name] = _merged(reference.run(case.inputs, zeroed=name))
+        results.append(Vacuity(f"zeroed mixer {name}", not compare(true, dead[name], gate_db).passed))
     of_outputs = [result for each in cases for result in prove_not_vacuous(each.outputs, gate_db)]
     results = summarise([*results, *of_outputs])
     if not any(result.caught for result in of_outputs):

@@ -163,6 +163,7 @@ class ArtifactReport:
     run_inputs: str
     memory: dict[str, int] | None
     speedup: float | None = None
+    runtime: str = ""  # what ran it, and how: exact INT8 sums on processors whose own are not
 
 
 @dataclass
@@ -736,6 +737,7 @@ def _check_artifact(folder: Path, built: Built, step: Step) -> ArtifactReport:
         case.description,
         None if peak is None else peak.to_dict(),
         built.speedup,
+        session.runtime,
     )
 
 

@@ -128,7 +128,7 @@ def _check_batch(session: Session, batch: int) -> None:
     Raises:
         InputError: another one was asked for.
     """
-    fixed = session.inputs[0].shape[0] if getattr(session, "inputs", None) else "batch"
+    fixed = session.inputs[0].shape[0]
     if isinstance(fixed, int) and (fixed, batch) != (1, 1):
         hint = "run with --batch 1" if fixed == 1 else "photos are read one by one; export without --batch, or with --batch 1"
         raise InputError(f"the bundle ({session.artifact.file}) takes batches of {fixed}, found --batch {batch}; {hint}")

@@ -22,7 +22,7 @@ from torch import nn
 if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from demos.command import exit_code
+from demos.command import check_options, exit_code
 from demos.digits.augment import augment
 from demos.digits.data import Split, fingerprint, read_digits, split_digits
 from demos.digits.images import CLASS_NAMES, MEAN, SIDE, STD, Digits, load_digits, model_input, preprocess
@@ -125,11 +125,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    for name, low in (("epochs", 1), ("threads", 1), ("penalty", 0)):
-        if not getattr(options, name) >= low:
-            raise InputError(f"--{name} is {getattr(options, name)}; expected at least {low}")
-    if not options.out.parent.is_dir():  # said now, not after minutes of training
-        raise InputError(f"--out {options.out}: the folder {options.out.parent} is not there; create it first")
+    check_options(options, epochs=1, threads=1, penalty=0)
     started = time.perf_counter()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)

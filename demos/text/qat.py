@@ -21,12 +21,11 @@ from torch import nn
 if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from demos.command import exit_code
+from demos.command import check_options, exit_code
 from demos.text.data import Split, read_text
 from demos.text.metric import bits
 from demos.text.train import SAMPLES, TOKENS, model_config, train
 from pom_edge.checkpoint import load, save_checkpoint
-from pom_edge.errors import InputError
 from pom_edge.export.forms import parallel
 from pom_edge.export.inputs import Extent
 from pom_edge.export.onnx_graph import trace_graph
@@ -64,11 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    for name in ("steps", "threads"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name} is {getattr(options, name)}; expected at least 1")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise InputError(f"--out {options.out}: the folder {options.out.parent} is not there; create it first")
+    check_options(options, steps=1, threads=1)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     split = read_text(options.data)

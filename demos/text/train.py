@@ -22,11 +22,10 @@ from torch import Tensor, nn
 if __package__ in (None, ""):  # run as a file: let it find its folder's siblings
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from demos.command import exit_code
+from demos.command import check_options, exit_code
 from demos.text.data import read_text
 from demos.training import parameter_groups, schedule_of
 from pom_edge.checkpoint import save_checkpoint
-from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig, build_model
 
 HERE = Path(__file__).parent
@@ -117,11 +116,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    for name in ("steps", "threads"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name} is {getattr(options, name)}; expected at least 1")
-    if not options.out.parent.is_dir():  # said now, not after minutes of training
-        raise InputError(f"--out {options.out}: the folder {options.out.parent} is not there; create it first")
+    check_options(options, steps=1, threads=1)
     started = time.perf_counter()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)

@@ -33,6 +33,7 @@ from demos.digits.images import (
     preprocess,
 )
 from demos.digits.synthesise import photo_of
+from pom_edge.bundle import TensorSpec
 from pom_edge.checkpoint import load_checkpoint
 from pom_edge.errors import InputError, MissingToolError
 
@@ -337,6 +338,8 @@ def test_photographed_digits_are_read_as_well(digits: Digits) -> None:
 
 class Oracle:
     """A session that knows the test images by heart, and takes every other image for a 3."""
+
+    inputs = (TensorSpec(name="x", dtype="float32", shape=["batch", 1, 28, 28]),)
 
     def __init__(self, digits: Digits) -> None:
         self.answers = {x.tobytes(): int(label) for x, label in zip(model_input(digits.images), digits.labels, strict=True)}
