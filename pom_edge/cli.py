@@ -444,10 +444,10 @@ def report_command(
     """One self-contained HTML page: parity, layers, latency, memory, ranges, environment."""
     from pom_edge.console import Progress
     from pom_edge.exchange import replace_file
-    from pom_edge.report import check_place, collect
-    from pom_edge.report_page import render
-    from pom_edge.report_peers import read_peers
-    from pom_edge.report_plots import check_library
+    from pom_edge.report.collect import check_place, collect
+    from pom_edge.report.page import render
+    from pom_edge.report.peers import read_peers
+    from pom_edge.report.plots import check_library
     from pom_edge.runtimes.memory import parse_size
 
     check_library()

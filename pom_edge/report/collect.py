@@ -1,4 +1,4 @@
-"""``pom-edge report``: what a bundle says of itself, and what it does here, gathered for one page (report_page.py).
+"""``pom-edge report``: what a bundle says of itself, and what it does here, gathered for one page (page.py).
 
 Needs no torch and no onnx: parity, ranges and tools are in the manifest, times and memory are measured as ``pom-edge bench``
 and ``pom-edge memory`` measure them.
@@ -15,7 +15,7 @@ from pom_edge.bundle import MANIFEST, Artifact, Bundle, Manifest
 from pom_edge.errors import InputError
 from pom_edge.exchange import writing_errors
 from pom_edge.inspection import machine_facts
-from pom_edge.report_peers import Peers
+from pom_edge.report.peers import Peers
 from pom_edge.runtimes.bench import ROUNDS, TOKENS, BenchReport, BenchRow, bench, gemm_operations
 from pom_edge.runtimes.measuring import PeakMemory, measure_opened
 from pom_edge.runtimes.memory import SizeError, predict_run, token_count
@@ -104,7 +104,7 @@ def collect(
         threads, rounds: as in :func:`pom_edge.runtimes.bench.bench`.
         measured: time the artifacts here; otherwise only what the manifest says.
         budget: bytes of the whole process, to be drawn beside the memory.
-        peers: from :func:`pom_edge.report_peers.read_peers`.
+        peers: from :func:`pom_edge.report.peers.read_peers`.
         progress: called with the name of each step.
 
     Raises:

@@ -77,7 +77,7 @@ def _row(row: object, index: int, path: Path) -> PeerRow:
         what, tokens, ms, p90 = row.get("what"), row.get("tokens"), row.get("ms", row.get("median_ms")), row.get("p90_ms")
         if isinstance(what, str) and what and isinstance(tokens, int) and _positive(tokens) and _positive(ms):
             known = what.lower() if what.lower() in NAMES else what
-            return PeerRow(known, tokens, float(ms), float(p90) if _positive(p90) else None)
+            return PeerRow(known, tokens, float(ms), float(p90) if p90 is not None and _positive(p90) else None)
     raise InputError(f"--peers {path}: row {index} is {json.dumps(row)[:200]}; {EXPECTED}")
 
 
