@@ -135,7 +135,8 @@ def bars(axes: Axes, rows: Sequence[tuple[str, float, float | None, str]], form:
 
 
 def mark(axes: Axes, x: float, y: float, half: float) -> None:
-    axes.plot([x, x], [y - half, y + half], color=GATE, linewidth=2.4, solid_capstyle="butt")
+    for colour, width in ((PAPER, 5.0), (GATE, 2.4)):  # set off from a bar of whatever colour
+        axes.plot([x, x], [y - half, y + half], color=colour, linewidth=width, solid_capstyle="butt")
 
 
 def mark_label(axes: Axes, text: str) -> None:

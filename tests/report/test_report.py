@@ -8,9 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from pom_edge.report.collect import collect, labels
 from pom_edge.report.markup import element
 from pom_edge.report.page import render
 from pom_edge.report.peers import read_peers
-from tests.browser import find_browser
+from tests.browser import CONTRAST
 from tests.bundles import make_bundle
 
 PEERS = [
@@ -316,71 +314,6 @@ def test_json(bundle: Path, tmp_path: Path) -> None:
 
 
 # ---- in a real browser
-
-SIZES = {"phone": (390, 844), "window": (1280, 900)}
-CONTRAST = """() => {
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-  const read = text => text.match(/[\\d.]+/g).map(Number);
-  const behind = node => {
-    for (; node; node = node.parentElement) {
-      const colour = read(getComputedStyle(node).backgroundColor);
-      if (colour.length < 4 || colour[3] > 0) return colour;
-    }
-    return [255, 255, 255];
-  };
-  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
-  const found = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || node.tagName === 'title') continue;
-    const style = getComputedStyle(node), drawn = node.closest('svg');
-    const text = walker.currentNode.data.trim();
-    found.push({kind: 'text', text, ratio: ratio(read(drawn ? style.fill : style.color), behind(drawn || node))});
-  }
-  for (const node of document.querySelectorAll('svg path, svg use')) {
-    for (const part of ['fill', 'stroke'])
-      if (node.getAttribute('style')?.match(`${part}: var[(]--(s|gate)`)) {
-        const colour = read(getComputedStyle(node)[part]);
-        found.push({kind: 'mark', text: node.id, ratio: ratio(colour, behind(node.closest('svg')))});
-      }
-  }
-  return found;
-}"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium, by tests/install_browser.sh."""
-    path = find_browser()
-    if path is None:
-        reason = "NO BROWSER: nothing opened the report; sh tests/install_browser.sh says how to get one"
-        warnings.warn(reason, stacklevel=1)  # pytest lists warnings at its end, where a skip is a letter
-        pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as tools:
-        chromium = tools.chromium.launch(executable_path=path)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(params=[(size, scheme) for size in SIZES for scheme in ("light", "dark")], ids="-".join)
-def view(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """An empty page of that size and scheme; whatever it complains of or asks for ends the test."""
-    size, scheme = request.param
-    width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-    page = context.new_page()
-    noticed: list[str] = []
-    page.on("console", lambda message: noticed.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: noticed.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (noticed.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda asked: noticed.append(f"request: {asked.url}") if asked.resource_type != "document" else None)
-    yield page
-    context.close()
-    assert noticed == []
 
 
 def test_it_fits_and_can_be_read(view: Any, page: Path, tmp_path: Path) -> None:
