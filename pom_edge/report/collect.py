@@ -16,7 +16,7 @@ from pom_edge.errors import InputError
 from pom_edge.exchange import writing_errors
 from pom_edge.inspection import machine_facts
 from pom_edge.report.peers import Peers
-from pom_edge.runtimes.bench import ROUNDS, TOKENS, BenchReport, BenchRow, bench, gemm_operations
+from pom_edge.runtimes.bench import ROUNDS, TOKENS, BenchReport, BenchRow, bench
 from pom_edge.runtimes.measuring import PeakMemory, measure_opened
 from pom_edge.runtimes.memory import SizeError, predict_run, token_count
 from pom_edge.runtimes.session import BATCH
@@ -80,6 +80,10 @@ class Report:
     def artifacts(self) -> list[Artifact]:
         """Of the bundle, in its order."""
         return self.manifest.artifacts
+
+    def is_one_size(self, file: str) -> bool:
+        """Whether an artifact's inputs have one size, which does not say how many tokens it is."""
+        return _is_one_size(next(artifact for artifact in self.artifacts if artifact.file == file))
 
 
 def collect(
@@ -165,10 +169,18 @@ def _takes(artifact: Artifact, tokens: int) -> bool:
     return True
 
 
+def _is_one_size(artifact: Artifact) -> bool:
+    try:
+        return token_count(artifact, None) is None
+    except SizeError:  # of any length
+        return False
+
+
 def _batch(artifacts: list[Artifact]) -> int:
-    sizes = [artifact.inputs[0] for artifact in artifacts if artifact.inputs]
-    fixed = [spec.shape[0] for spec in sizes if spec.shape and isinstance(spec.shape[0], int)]
-    return int(min([*fixed, *(spec.bounds.get(BATCH, (1, None))[0] for spec in sizes)], default=1)) or 1
+    """The smallest that an artifact takes."""
+    specs = [artifact.inputs[0] for artifact in artifacts if artifact.inputs]
+    sizes = [dim if isinstance(dim := spec.shape[0], int) else spec.bounds.get(BATCH, (1, None))[0] for spec in specs]
+    return max(min(sizes, default=1), 1)
 
 
 def _opened(path: Path, file: str, threads: int | None) -> PeakMemory | None:
@@ -181,21 +193,18 @@ def _opened(path: Path, file: str, threads: int | None) -> PeakMemory | None:
 def _memory(artifact: Artifact, tokens: int, batch: int, opened: PeakMemory | None, timed: BenchReport | None) -> MemoryRow:
     rows = [] if timed is None else timed.rows
     measured = next((r.peak_bytes for r in rows if (r.file, r.tokens, r.batch) == (artifact.file, tokens, batch)), None)
+    count = None if _is_one_size(artifact) else tokens
     try:
-        fixed = not _takes(artifact, tokens) and token_count(artifact, None) is None  # inputs of one size
-        count = None if fixed else tokens
         io, activations = predict_run(artifact, count, batch)
     except SizeError as error:
-        why = "" if not _takes(artifact, tokens) else str(error)
-        return MemoryRow(artifact.file, tokens, batch, None, None, opened, measured, why)
+        why = str(error) if count is None or _takes(artifact, tokens) else ""  # another length is another artifact's
+        return MemoryRow(artifact.file, count, batch, None, None, opened, measured, why)
     return MemoryRow(artifact.file, count, batch, io, activations, opened, measured)
 
 
-def bound_ms(report: Report, row: BenchRow) -> float | None:
-    """The time that the matrix products of a run take at the rate of this machine; None where the bundle does not say."""
-    artifact = next(a for a in report.artifacts if a.file == row.file)
-    operations = gemm_operations(artifact, row.tokens, row.batch)
-    return None if operations is None or report.bench is None else 1e3 * operations / (report.bench.gflops * 1e9)
+def bound_ms(row: BenchRow) -> float | None:
+    """The time of a run's matrix products alone, at the rate measured in the same rounds; None where the bundle names none."""
+    return None if row.gemm_share is None else row.gemm_share * row.median_ms
 
 
 def labels(artifacts: Sequence[Artifact]) -> dict[str, str]:

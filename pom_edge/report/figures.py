@@ -146,7 +146,7 @@ def draw_latency(report: Report) -> Html | None:
     with plots.styled():
         if len({row.tokens for row in rows}) == 1:
             figure, axes = plots.new_figure(ROW * 1.5 * len(rows) + 1.0)
-            plots.bars(axes, [(names[r.file], r.median_ms, bound_ms(report, r), colours[r.file]) for r in rows], "{:,.3g} ms")
+            plots.bars(axes, [(names[r.file], r.median_ms, bound_ms(r), colours[r.file]) for r in rows], "{:,.3g} ms")
             axes.set_xlabel("median time of a run, ms")
             plots.mark_label(axes, "its matrix products alone")
         else:
@@ -156,7 +156,7 @@ def draw_latency(report: Report) -> Html | None:
                 x, colour, y = [r.tokens for r in mine], colours[file], [r.median_ms for r in mine]
                 axes.fill_between(x, y, [r.p90_ms for r in mine], color=colour, alpha=0.25, linewidth=0)
                 axes.plot(x, y, f"{MARKERS[index % 6]}-", color=colour, label=plain(names[file]))
-            base = [(r.tokens, bound_ms(report, r)) for r in rows if r.file == files[0]]
+            base = [(r.tokens, bound_ms(r)) for r in rows if r.file == files[0]]
             if all(ms is not None for _, ms in base):
                 axes.plot(*zip(*base, strict=True), color=GATE, linestyle=(0, (5, 3)), label="matrix products alone")
             plots.against_tokens(axes, {row.tokens for row in rows}, "ms")

@@ -172,8 +172,7 @@ def _smallest(report: Report) -> Tile | None:
 
 
 def _run(report: Report, row: BenchRow) -> str:
-    tokens = next((r.tokens for r in report.memory if r.file == row.file), row.tokens)
-    length = "inputs of one size" if tokens is None else f"{row.tokens:,} tokens"
+    length = "inputs of one size" if report.is_one_size(row.file) else f"{row.tokens:,} tokens"
     return length if row.batch == 1 else f"{length}, batch {row.batch}"
 
 

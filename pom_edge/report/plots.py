@@ -178,7 +178,8 @@ def _spread(lengths: list[int], most: int = 6) -> list[int]:
 
 
 def legend(figure: Figure) -> None:
-    figure.legend(loc="outside upper left", ncols=2, columnspacing=1.4, handlelength=1.8)
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside upper left", ncols=2, columnspacing=1.4, handlelength=1.8)
 
 
 def to_svg(figure: Figure, key: str, title: str) -> Html:

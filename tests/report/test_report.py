@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pom_edge.bundle import MANIFEST, Bundle
+from pom_edge.bundle import MANIFEST, Bundle, seal
 from pom_edge.cli import app
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import export_bundle
@@ -156,8 +156,7 @@ def test_figures_are_drawn_in_the_colours_of_the_page_and_never_twice_alike(page
 
 
 def test_the_same_facts_make_the_same_page(bundle: Path) -> None:
-    report = collect(bundle, measured=False)
-    assert render(report) == render(report)
+    assert render(report := collect(bundle, measured=False)) == render(report)
 
 
 def test_without_measuring_it_needs_neither_torch_nor_onnx_nor_a_runtime(bundle: Path, tmp_path: Path) -> None:
@@ -169,6 +168,7 @@ def test_without_measuring_it_needs_neither_torch_nor_onnx_nor_a_runtime(bundle:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+    assert all(line.startswith("[") for line in done.stderr.splitlines())
     said = Reader.of(out.read_text()).sections
     assert "Not measured: the report was asked for without (--no-bench)." in said["latency"]
     assert "The published form and attention were not measured for this report." in said["latency"]
@@ -190,12 +190,33 @@ def test_a_bundle_that_records_nothing(tmp_path: Path) -> None:
     make_bundle(tmp_path / "tiny.pom")
     result = _run(tmp_path / "tiny.pom", "--rounds", "1")
     assert result.exit_code == 0, result.output
+    assert all(line.startswith("[") for line in result.stderr.splitlines())  # steps: no library complains
     said = Reader.of((tmp_path / "tiny.html").read_text()).sections
     assert "0 of 1 artifacts" in said["summary"] and "1 was not compared" in said["summary"]
     assert "records no comparison" in said["parity"] and "no figure for each layer" in said["mixers"]
     assert " 64 " in said["latency"] and "256" not in said["latency"]
     assert "Not predicted: the memory of parallel.fp32.onnx cannot be predicted" in said["memory"]
     assert "no range had to be proved" in said["ranges"]
+
+
+def test_inputs_of_one_size_and_engines(tmp_path: Path) -> None:
+    """A batch and a length that are fixed need no option; what does not run here is said not to."""
+    make_bundle(tmp_path / "a.pom")
+    content = json.loads((tmp_path / "a.pom" / MANIFEST).read_text())
+    (artifact,) = content["artifacts"]
+    artifact["inputs"][0] |= {"shape": [2, 5, 6], "bounds": {}}
+    artifact |= {"arena": [["+0 4*2*5*6"]], "verified": "test"}
+    (tmp_path / "a.pom" / MANIFEST).write_text(seal(content))
+    assert _run(tmp_path / "a.pom", "--rounds", "1").exit_code == 0
+    said = Reader.of((tmp_path / "a.html").read_text()).sections
+    assert (
+        "inputs of one size, batch 2" in said["summary"] and " one size " in said["memory"] and " one size " in said["latency"]
+    )
+    artifact["verified"] = "built, not run"
+    (tmp_path / "a.pom" / MANIFEST).write_text(seal(content))
+    assert _run(tmp_path / "a.pom").exit_code == 0
+    said = Reader.of((tmp_path / "a.html").read_text()).sections
+    assert "no artifact of the bundle runs in ONNX Runtime" in said["latency"] and "built, not run" in said["summary"]
 
 
 def test_names_are_text_whatever_they_hold(bundle: Path, tmp_path: Path) -> None:
@@ -311,9 +332,6 @@ def test_json(bundle: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout) == {
         "report": str(tmp_path / "a.html"), "bytes": (tmp_path / "a.html").stat().st_size, "measured": False
     }  # fmt: skip
-
-
-# ---- in a real browser
 
 
 def test_it_fits_and_can_be_read(view: Any, page: Path, tmp_path: Path) -> None:
