@@ -1,9 +1,9 @@
-# Needs Python 3.11+ and make; everything else is installed into .venv.
+# Needs Python 3.11+ and make; everything else is installed into .venv (the browser of a test by apt-get, where that is root's).
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo test lint clean
+.PHONY: venv browser demo test lint clean
 
 venv: $(STAMP)
 
@@ -26,7 +26,10 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+browser:
+	@sh tests/install_browser.sh
+
+test: lint browser
 	$(BIN)/pytest
 
 clean:

@@ -423,6 +423,57 @@ def bench_command(
         raise typer.Exit(1)
 
 
+@app.command("report")
+@_reported
+def report_command(
+    bundle: Bundle,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="HTML file to write.  [default: <bundle>.html beside the bundle]")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Lengths, with commas.  [default: the artifacts' own, or 256,1024,4096]")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences.  [default: the smallest that is taken]", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = 15,
+    no_bench: Annotated[bool, typer.Option("--no-bench", help="Measure nothing: only what the manifest says.")] = False,
+    budget: Annotated[str | None, typer.Option(help="Memory that a run may take (512MiB), drawn beside it.")] = None,
+    peers: Annotated[Path | None, typer.Option(help="JSON of a benchmark: the mixer beside published form, attention.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """One self-contained HTML page: parity, layers, latency, memory, ranges, environment."""
+    from pom_edge.console import Progress
+    from pom_edge.exchange import replace_file
+    from pom_edge.report.collect import check_place, collect
+    from pom_edge.report.page import render
+    from pom_edge.report.peers import read_peers
+    from pom_edge.report.plots import check_library
+    from pom_edge.runtimes.memory import parse_size
+
+    check_library()
+    place = out if out is not None else bundle.resolve().with_suffix(".html")
+    check_place(place, bundle)
+    with Progress(quiet=as_json) as progress:
+        report = collect(
+            bundle,
+            None if tokens is None else [_number(part, "--tokens", int) for part in tokens.split(",")],
+            batch,
+            threads=threads,
+            rounds=rounds,
+            measured=not no_bench,
+            budget=None if budget is None else parse_size(budget, "--budget"),
+            peers=None if peers is None else read_peers(peers),
+            progress=progress.step,
+        )
+        progress.step("draw the page")
+        text = render(report)
+    replace_file(place, text.encode())
+    if as_json:
+        print(json.dumps({"report": str(place), "bytes": len(text.encode()), "measured": report.bench is not None}, indent=2))
+    else:
+        print(place)
+
+
 N = TypeVar("N", int, float)
 
 

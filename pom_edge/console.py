@@ -219,7 +219,8 @@ def print_info(facts: dict[str, Any]) -> None:
         print(f"\n{artifact['file']}")
         for key, value in artifact.items():
             if key not in ("file", "ranges", "quantization") and value not in (None, {}, []):
-                print(f"  {key:16} {_inline(value)}")
+                shown = {k: v for k, v in value.items() if k != "mixers"} if key == "parity" else value  # the worst says it
+                print(f"  {key:16} {_inline(shown)}")
         if artifact.get("quantization"):
             print_quantization(artifact["quantization"])
         if artifact.get("ranges"):

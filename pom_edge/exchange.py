@@ -22,7 +22,7 @@ from pom_edge.errors import InputError
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
-__all__ = ["recover", "replaced_folder", "writing_errors"]
+__all__ = ["recover", "replace_file", "replaced_folder", "writing_errors"]
 
 
 @contextlib.contextmanager
@@ -74,6 +74,25 @@ def replaced_folder(path: Path) -> Iterator[Path]:
             _put_in_place(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file beside ``path`` that takes its place when it is whole.
+
+    Raises:
+        InputError: the place cannot be written, or the disk is full.
+    """
+    with writing_errors(path):
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, path.stat().st_mode if path.exists() else 0o666 & ~_umask())  # mkstemp makes it private
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
 def _abandoned(folder: Path) -> bool:

@@ -93,6 +93,7 @@ def parity_entry(
         "gate_db": gate_db,
         "snr_db_eager": eager_db,
         "worst_mixer": None if name is None else {"name": name, "snr_db": round(layers[name], 2)},
+        "mixers": {key: round(snr_db, 2) for key, snr_db in layers.items()},
         "cosine": found.cosine,
         "max_rel": found.max_rel,
         "nonfinite": found.nonfinite,

@@ -21,6 +21,7 @@ from pom_edge.system import memory_bytes
 NEEDS = {
     "export": (("torch", "onnx", "onnxscript", "onnxruntime"), "pip install 'pom-edge[export]'"),
     "run and check (ort)": (("onnxruntime",), "pip install 'pom-edge[ort]'"),
+    "report": (("matplotlib", "onnxruntime"), "pip install 'pom-edge[report]'"),
     "coreml": (("torch", "coremltools"), "pip install 'pom-edge[export,coreml]'"),
     "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
     "engines for RTX GPUs (rtx)": (("tensorrt_rtx",), "pip install 'pom-edge[rtx]'"),

@@ -31,15 +31,16 @@ FOLDERS = {
 }
 HEAVY = ("torch", "onnx", "onnxruntime", "onnxscript", "transformers")
 LINKS = ("export", "quantize", "runtimes")
+DATA = ("py.typed", "page.css")
 
 
 def _sources() -> set[str]:
     """Where every module of the source tree belongs inside the wheel."""
     return {
         f"{installed}/{file.name}"
-        for folder, installed in FOLDERS.items()
+        for folder, installed in {**FOLDERS, "pom_edge/report": "pom_edge/report"}.items()
         for file in (ROOT / folder).iterdir()
-        if file.suffix == ".py" or file.name == "py.typed"
+        if file.suffix == ".py" or file.name in DATA
     }
 
 
@@ -282,7 +283,9 @@ def test_the_core_and_one_runtime_check_a_bundle(wheel: Path, tmp_path: Path) ->
     from tests.bundles import make_bundle
 
     make_bundle(tmp_path / "tiny.pom")
-    python = _environment(tmp_path, _core() | _dependencies("onnxruntime"), wheel)
+    python = _environment(tmp_path, _core() | _dependencies("onnxruntime", "matplotlib"), wheel)
+    _run(python.parent / "pom-edge", "report", "tiny.pom", "--rounds", "1", cwd=tmp_path)
+    assert "1 was not compared" in (tmp_path / "tiny.html").read_text()
     report = json.loads(_run(python.parent / "pom-edge", "check", "tiny.pom", "--json", cwd=tmp_path))
     assert report["passed"] and report["artifacts"][0]["outputs"]["y"]["snr_db"] >= 90
 

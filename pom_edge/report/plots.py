@@ -1,0 +1,221 @@
+"""How figures are drawn: by matplotlib, as SVG with real text, in the colours of the page, light or dark.
+
+A figure is 432 units wide: a phone shows it at about four fifths, and half of a wide window at full size. Colours are drawn as
+placeholders and then named after the page's CSS variables, so that one figure fits both themes.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pom_edge.errors import require
+from pom_edge.report.markup import Html, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 6.0  # inches of 72 units
+ROW = 0.29  # of one bar, with its distance to the next
+SVG = "http://www.w3.org/2000/svg"
+LINK = "{http://www.w3.org/1999/xlink}href"
+# placeholder -> variable of page.css; matplotlib writes black as no colour at all, so none is black
+COLOURS = {
+    "#010101": "--ink",
+    "#020202": "--muted",
+    "#030303": "--line",
+    "#040404": "--gate",
+    "#050505": "--paper",
+    **{f"#0a0a0{number}": f"--s{number}" for number in range(1, 7)},
+}
+INK, MUTED, LINE, GATE, PAPER, *SERIES = COLOURS
+MARKERS = "osD^vP"
+STYLE: Any = {  # a dictionary, whose keys are typed one by one in some versions
+    "svg.fonttype": "none",
+    "svg.hashsalt": "pom-edge",
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same layout everywhere
+    "font.size": 13,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.labelsize": 13,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 13,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+}
+__all__ = [
+    "GATE",
+    "MARKERS",
+    "MUTED",
+    "PAPER",
+    "ROW",
+    "SERIES",
+    "against_tokens",
+    "bars",
+    "beside",
+    "check_library",
+    "legend",
+    "limit",
+    "mark",
+    "mark_label",
+    "new_figure",
+    "rows_down",
+    "shortened",
+    "styled",
+    "to_svg",
+]
+
+
+def check_library() -> None:
+    """Refuse to begin where there is nothing to draw with.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require("matplotlib", "report")
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # only its width is guessed: text stays text
+        yield
+
+
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # without pyplot: no state, no window
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def shortened(name: str, limit: int = 28) -> str:
+    """The end of a long path says more than its beginning."""
+    name = plain(name)
+    return name if len(name) <= limit else f"…{name[1 - limit :]}"
+
+
+def rows_down(axes: Axes, count: int) -> None:
+    axes.set_ylim(count - 0.4, -0.6)
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def bars(axes: Axes, rows: Sequence[tuple[str, float, float | None, str]], form: str) -> None:
+    """Name, value, mark and colour of each bar."""
+    for y, (_, value, marked, colour) in enumerate(rows):
+        axes.barh(y, value, height=0.55, color=colour)
+        if marked is not None:
+            mark(axes, marked, y, 0.36)
+        beside(axes, max(value, marked or 0.0), y, form.format(value))
+    axes.set_yticks(range(len(rows)), [shortened(name) for name, *_ in rows])
+    rows_down(axes, len(rows))
+    axes.set_xlim(0, max(max(value, marked or 0.0) for _, value, marked, _ in rows) * 1.3)
+
+
+def mark(axes: Axes, x: float, y: float, half: float) -> None:
+    for colour, width in ((PAPER, 5.0), (GATE, 2.4)):  # set off from a bar of whatever colour
+        axes.plot([x, x], [y - half, y + half], color=colour, linewidth=width, solid_capstyle="butt")
+
+
+def mark_label(axes: Axes, text: str) -> None:
+    axes.plot([], [], color=GATE, linewidth=2.4, label=text)
+
+
+def limit(draw: Any, value: float, label: str | None) -> None:
+    draw(value, color=GATE, linewidth=1.4, linestyle=(0, (5, 3)), label=label)
+
+
+def beside(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center")
+
+
+def against_tokens(axes: Axes, lengths: Iterable[int], unit: str, log: bool = True) -> None:
+    from matplotlib.ticker import LogLocator
+
+    ticks = _spread(sorted(lengths))
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(unit)
+    if log:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,)))
+        axes.yaxis.set_minor_formatter(lambda *_: "")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.grid(axis="y")
+
+
+def _spread(lengths: list[int], most: int = 6) -> list[int]:
+    """As many of the lengths as have room on an axis, the last one among them."""
+    step = -(-len(lengths) // most)
+    return lengths[::-1][::step][::-1]
+
+
+def legend(figure: Figure) -> None:
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside upper left", ncols=2, columnspacing=1.4, handlelength=1.8)
+
+
+def to_svg(figure: Figure, key: str, title: str) -> Html:
+    """The figure as an element of the page.
+
+    Names of parts are made unique by ``key``: two figures of one page would share them otherwise.
+    """
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    ET.register_namespace("", SVG)
+    root = ET.fromstring(text.getvalue())  # noqa: S314  # made in the line above
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):  # a style of a figure would be one of the page
+                parent.remove(child)
+    for node in root.iter():
+        _name_parts(node, key)
+    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
+    del root.attrib["width"], root.attrib["height"]  # the page decides
+    root.set("role", "img")
+    root.set("aria-labelledby", f"{key}-title")
+    label = ET.Element(f"{{{SVG}}}title", {"id": f"{key}-title"})
+    label.text = title
+    root.insert(0, label)
+    return Html(ET.tostring(root, encoding="unicode"))
+
+
+def _name_parts(node: ET.Element, key: str) -> None:
+    for name, value in list(node.attrib.items()):
+        if name == "id":
+            node.set(name, f"{key}-{value}")
+        elif name == LINK:
+            del node.attrib[name]
+            node.set("href", f"#{key}-{value[1:]}")
+        else:
+            value = value.replace("url(#", f"url(#{key}-")
+            for placeholder, variable in COLOURS.items():
+                value = value.replace(placeholder, f"var({variable})")
+            node.set(name, value)

@@ -1,0 +1,49 @@
+"""A real headless browser, where there is one, and what to ask it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
+
+# every text and mark that is shown, with its contrast against what is behind it (WCAG 2.2)
+CONTRAST = """() => {
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const read = text => text.match(/[\\d.]+/g).map(Number);
+  const behind = node => {
+    for (; node; node = node.parentElement) {
+      const colour = read(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || node.tagName === 'title') continue;
+    const style = getComputedStyle(node), drawn = node.closest('svg');
+    const text = walker.currentNode.data.trim();
+    found.push({kind: 'text', text, ratio: ratio(read(drawn ? style.fill : style.color), behind(drawn || node))});
+  }
+  for (const node of document.querySelectorAll('svg path, svg use')) {
+    for (const part of ['fill', 'stroke'])
+      if (node.getAttribute('style')?.match(`${part}: var[(]--(s|gate)`)) {
+        const colour = read(getComputedStyle(node)[part]);
+        found.push({kind: 'mark', text: node.id, ratio: ratio(colour, behind(node.closest('svg')))});
+      }
+  }
+  return found;
+}"""
+
+
+def find_browser() -> str | None:
+    """What tests/install_browser.sh brought, or ``playwright install chromium``."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as tools:
+        own = tools.chromium.executable_path
+    return next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
