@@ -21,7 +21,7 @@ from typing import Any
 from pom_edge.errors import GateError, InputError, MissingToolError, PomError
 from pom_edge.export.timing_cache import TimingCache
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
-from pom_edge.runtimes.tensorrt_library import NAMES, library_path, load_tensorrt, logger_of, version_tuple
+from pom_edge.runtimes.tensorrt_library import NAMES, library_path, load_tensorrt, logger_of, starting, version_tuple
 
 STRONG_FROM = (10, 12)  # NVIDIA calls strong typing fully available from here
 MAX_ERRORS = 8
@@ -109,10 +109,8 @@ def build_engine(job: EngineJob, say: Any = None) -> dict[str, Any]:
     trt = load_tensorrt(job.target)
     gpu = _gpu_for(job)
     logger = logger_of(trt)
-    logger.lines.clear()
-    builder = trt.Builder(logger)
-    if builder is None or not hasattr(builder, "create_network"):
-        raise MissingToolError(f"{NAMES[job.target]} {trt.__version__} does not start here")
+    with starting(trt, job.target):
+        builder = trt.Builder(logger)
     strong = job.target == "rtx" or version_tuple(trt.__version__) >= STRONG_FROM
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if strong else 0)
     _parse(trt, network, logger, job)
