@@ -322,7 +322,12 @@ def require_precision(precision: str, census: Mapping[str, float], what: str) ->
 def _read_back(trt: Any, logger: Any, job: EngineJob, serialized: Any, strong: bool) -> dict[str, Any]:
     """What the engine itself says, where this machine can open it; TensorRT-RTX without a driver cannot."""
     before = len(logger.lines)
-    engine = trt.Runtime(logger).deserialize_cuda_engine(serialized) if find_gpus().gpus else None
+    if not find_gpus().gpus:
+        return {"opened": False}
+    runtime = trt.Runtime(logger)
+    if job.version_compatible:
+        runtime.engine_host_code_allowed = True
+    engine = runtime.deserialize_cuda_engine(serialized)
     del logger.lines[before:]
     if engine is None:
         return {"opened": False}

@@ -233,7 +233,7 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 
     step = progress or (lambda _: None)
     step(f"read {path.name}")
-    return _with_engines(export_in_budget(subject_from_file(path, options), options, out, step), options, step)
+    return _with_engines(subject_from_file(path, options), options, out, step)
 
 
 def compile_file(path: Path, options: ExportOptions, out: Path | None = None, progress: Step | None = None) -> ExportReport:
@@ -264,30 +264,38 @@ def compile_file(path: Path, options: ExportOptions, out: Path | None = None, pr
     return _add_compiled(ExportReport(path, []), compiled, start)
 
 
-def _with_engines(report: ExportReport, options: ExportOptions, step: Step) -> ExportReport:
-    """The targets that are compiled from the artifacts of a finished bundle."""
+def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
+    """The export, and the targets that are compiled from its artifacts; both in place in one step, or neither."""
     from pom_edge.compiling import COMPILED, compile_bundle
 
     targets = [target for target in options.targets if target in COMPILED]
     if not targets:
-        return report
-    start = time.perf_counter()
-    asked = options.precisions_of(*targets)
-    others = tuple(precision for precision in asked if precision != "fp32")
-    precisions = (others or asked) if "onnx" in options.targets else asked  # FP32 beside others is for ONNX Runtime
-    return _add_compiled(report, compile_bundle(report.bundle, targets, _engine_options(options, precisions), step), start)
+        return export_in_budget(subject, options, out, step)
+    with write_bundle(out, options.overwrite) as folder:
+        report = export_in_budget(subject, options, folder / out.resolve().name, step)
+        start = time.perf_counter()
+        asked = _engine_options(options, options.precisions_of(*targets))
+        report = _add_compiled(report, compile_bundle(report.bundle, targets, asked, step), start)
+        for made in report.bundle.iterdir():
+            os.rename(made, folder / made.name)
+        report.bundle.rmdir()
+    report.bundle = out
+    return report
 
 
 def _engine_options(options: ExportOptions, precisions: Sequence[str]) -> EngineOptions:
     from pom_edge.compiling import EngineOptions
 
     names = set(EngineOptions.__dataclass_fields__) - {"precisions"}
-    return EngineOptions(tuple(precisions), **{name: getattr(options, name) for name in names})
+    values = {name: getattr(options, name) for name in names}
+    if options.workspace is None:  # kernels may not take more than the process may
+        values["workspace"] = options.memory_budget
+    return EngineOptions(tuple(precisions), **values)
 
 
 def _add_compiled(report: ExportReport, compiled: Compiled, start: float) -> ExportReport:
     for artifact in compiled.artifacts:
-        sizes = _bytes(report.bundle, artifact.files)
+        sizes = _bytes(report.bundle, [file for file in artifact.files if file.endswith(".engine")])
         layers = sum((artifact.engine or {})["layers"])
         facts = (
             artifact.target,
@@ -352,7 +360,7 @@ def export_bundle(
     modes = {module: module.training for module in model.modules()}
     try:
         step = progress or (lambda _: None)
-        return _with_engines(export_in_budget(subject_from_model(model, made), made, Path(out), step), made, step)
+        return _with_engines(subject_from_model(model, made), made, Path(out), step)
     finally:
         for module, training in modes.items():  # traced in eval mode; the caller may be in the middle of a training
             module.training = training

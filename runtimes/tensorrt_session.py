@@ -53,6 +53,8 @@ class TensorRTSession(Session):
         logger = logger_of(trt)
         with starting(trt, artifact.target):
             self._library = trt.Runtime(logger)
+        if artifact.engine.get("version_compatible"):  # such an engine brings the runtime that it was built with
+            self._library.engine_host_code_allowed = True
         self._cuda = Cuda()
         self._arena = DeviceBuffer(self._cuda)
         self._graphs: list[_Graph] = []

@@ -184,6 +184,11 @@ def the_check_refuses_what_the_class_lacks(trt: Any) -> None:
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, pool_size=1)
 
 
+def a_machine_without_a_gpu(job: EngineJob) -> None:
+    with pytest.raises(MissingToolError, match="TensorRT is installed, but there is no GPU to build for: no NVIDIA driver"):
+        build_engine(job)
+
+
 def a_library_that_does_not_start(trt: Any, job: EngineJob) -> None:
     """Our stub answers NULL, as TensorRT does with a driver that is too old: the bindings raise, and we say what it means."""
     with pytest.raises(MissingToolError, match=rf"TensorRT {trt.__version__} does not start here.*nullptr"):
@@ -274,11 +279,13 @@ def main() -> None:
     the_check_refuses_what_the_class_lacks(trt)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        patch.setattr(tensorrt_engine, "find_gpus", lambda: ORIN)
         job = EngineJob(
             "trt", "a.onnx", str(folder / "built"), "fp16", ("FP16",), {"x": ([1, 4], [2, 4], [8, 4])}, 1 << 28, 1 << 27,
             ("87",), 3, True, True, True, str(folder / "timing"), "0123456789abcdef",
         )  # fmt: skip
+        patch.setattr(tensorrt_engine, "find_gpus", lambda: GpuState([], None, "no NVIDIA driver"))
+        a_machine_without_a_gpu(job)
+        patch.setattr(tensorrt_engine, "find_gpus", lambda: ORIN)
         a_library_that_does_not_start(trt, job)
         library = Library(trt)
         patch.setattr(tensorrt_engine, "load_tensorrt", lambda target: library)
