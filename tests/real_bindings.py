@@ -86,12 +86,12 @@ class Library:
     Attributes:
         config, network: what the last build was given.
         opened: the engine that every file holds.
-        accepts, builds: what the parser and the builder answer.
+        accepts, builds, report: what the parser, the builder and the inspector answer.
     """
 
     def __init__(self, trt: Any) -> None:
         self._trt, self.accepts, self.builds = trt, True, True
-        self.config, self.network, self.opened = Inner(), Inner(), Inner()
+        self.config, self.network, self.opened, self.report = Inner(), Inner(), Inner(), LAYERS
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trt, name)
@@ -202,10 +202,8 @@ def a_library_that_does_not_start(trt: Any, job: EngineJob) -> None:
 def a_build(library: Library, job: EngineJob, folder: Path) -> None:
     trt, said = library._trt, list[str]()
     strong = version_tuple(trt.__version__) >= (10, 12)
-    library.opened = Inner(
-        device_memory_size_v2=512,
-        create_engine_inspector=lambda: Checked(trt.EngineInspector, Inner(get_engine_information=lambda format: LAYERS)),
-    )
+    inspector = Checked(trt.EngineInspector, Inner(get_engine_information=lambda format: library.report))
+    library.opened = Inner(device_memory_size_v2=512, create_engine_inspector=lambda: inspector)
     facts = build_engine(job, said.append)
     assert Path(job.engine).read_bytes() == b"plan" and facts["device_memory_bytes"] == 512 and facts["steps"] == 1
     assert facts["census"] == {"float16": 1.0} and facts["timing_cache"] == "new"
@@ -220,6 +218,11 @@ def a_build(library: Library, job: EngineJob, folder: Path) -> None:
     pinned = [layer for layer in library.layers if layer._inner.precision == trt.DataType.FLOAT]
     assert pinned == ([] if strong else [library.layers[2]]), "weak typing pins the mean to FP32, and the GEMM stays free"
     assert build_engine(job)["timing_cache"] == "8 bytes from earlier builds"
+    if not strong:  # a builder that may use FP16 need not: the engine itself is asked
+        library.report = json.dumps({"Layers": ["float gemm"]})
+        with pytest.raises(GateError, match="fp16 was asked for, and no layer of the built engine is of type half"):
+            build_engine(job)
+        library.report = LAYERS
     library.accepts = False
     with pytest.raises(GateError, match=r"does not take a.onnx:\s+blocks.0/Mul_1 \(Mul\) in module blocks.0: no such type"):
         build_engine(job)
