@@ -19,8 +19,9 @@ from typing import Any
 from pom_edge.bundle import GOLDEN, Artifact, Bundle, StreamSpec, extend_bundle
 from pom_edge.engine_sizes import choose_sizes, engine_spec, profile
 from pom_edge.errors import GateError, InputError, MissingToolError
+from pom_edge.export.engine_census import require_precision
 from pom_edge.export.engine_process import build_in_process
-from pom_edge.export.tensorrt_engine import EngineJob, require_precision
+from pom_edge.export.tensorrt_engine import EngineJob
 from pom_edge.extent import Extent
 from pom_edge.jetson import find_jetson, known_bad
 from pom_edge.runtimes.cuda_device import find_gpus

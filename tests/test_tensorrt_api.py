@@ -24,6 +24,7 @@ VERSIONS = ["10.3.0", "10.7.0", "10.13.3.9", "10.16.1.11", "11.4.0.106", "rtx-1.
 CUDA_VERSIONS = ["cuda-12.9.0", "cuda-13.0.0"]
 FILES = [
     "export/tensorrt_engine.py",
+    "export/engine_census.py",
     "export/timing_cache.py",
     "runtimes/tensorrt_library.py",
     "runtimes/engine_file.py",

@@ -25,11 +25,13 @@ from pom_edge import compiling, pipeline
 from pom_edge.bundle import Bundle
 from pom_edge.cli import app
 from pom_edge.compiling import EngineOptions, compile_bundle
+from pom_edge.engines import engine_options
 from pom_edge.errors import BundleError, GateError, InputError, MissingToolError
 from pom_edge.export import engine_process
+from pom_edge.export.engine_census import gemm_census
 from pom_edge.export.engine_process import build_in_process
 from pom_edge.export.onnx_graph import Graph
-from pom_edge.export.tensorrt_engine import EngineJob, explain_failure, gemm_census
+from pom_edge.export.tensorrt_engine import EngineJob, explain_failure
 from pom_edge.export.tensorrt_lint import find_illegal
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle, export_file
@@ -358,8 +360,8 @@ def test_what_the_inspector_says_and_what_was_opted_into_is_kept(small: Path, mo
 
 def test_the_budget_bounds_the_memory_of_kernels() -> None:
     options = pipeline.ExportOptions(memory_budget=1 << 30)
-    assert pipeline._engine_options(options, ("fp16",)).workspace == 1 << 30
-    assert pipeline._engine_options(dataclasses.replace(options, workspace=1 << 20), ("fp16",)).workspace == 1 << 20
+    assert engine_options(options, ("fp16",)).workspace == 1 << 30
+    assert engine_options(dataclasses.replace(options, workspace=1 << 20), ("fp16",)).workspace == 1 << 20
 
 
 def test_a_missing_precision_gives_the_command(small: Path) -> None:
