@@ -1,17 +1,19 @@
 """What only a GPU can tell, in one script: python -m benchmarks.gpu [--out table.md]. Not measured so far.
 
     parity    lowered mixers in FP32, FP16 and BF16 on the GPU against float64 on the CPU
-    speed     fused attention, the published form and ours, N = 1k to 64k, in one run, interleaved
+    speed     fused attention, the published project and ours, N = 1k to 64k, in one run, interleaved
     runtime   ONNX Runtime's CUDA provider on a bundle of ours, where its wheel is there
     engine    TensorRT or TensorRT-RTX on the same bundle, where it is there
 
-Times are of CUDA events, median of interleaved rounds.
+Times are of CUDA events, median of interleaved rounds. The published project (github.com/davidpicard/pom) is no part of this
+one: where its package `pom` is installed, and triton, its module runs beside ours with the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import statistics
 import tempfile
 import time
@@ -63,6 +65,15 @@ def mixer() -> PoM:
     return layer
 
 
+def published() -> dict[str, nn.Module]:
+    """The published module with our mixer's weights, where it is installed: on CUDA it takes its Triton kernels."""
+    if find_spec("pom") is None:
+        return {}
+    layer = importlib.import_module("pom").PoM(WIDTH, DEGREE, EXPAND, n_groups=1, n_sel_heads=HEADS)
+    layer.load_state_dict({name: value for name, value in mixer().state_dict().items() if name in layer.state_dict()})
+    return {"published, Triton" if find_spec("triton") else "published, no Triton": layer}
+
+
 def parity(device: str, lengths: Sequence[int] = PARITY_LENGTHS) -> list[str]:
     """SNR in dB of the lowered mixer on the GPU against the module in float64."""
     rows = ["| tokens | " + " | ".join(TYPES) + " |", "|---" * (len(TYPES) + 1) + "|"]
@@ -85,6 +96,7 @@ def speed(device: str, lengths: Sequence[int] = LENGTHS) -> list[str]:
     layers: dict[str, nn.Module] = {
         "attention": Attention(),
         "published form": PublishedForm(mixer()),
+        **published(),
         "PoM": mixer(),
         "PoM, lowered": lower(mixer())[0],
     }
@@ -154,7 +166,8 @@ def main() -> None:
         tables = (parity("cuda"), speed("cuda"), runtimes())
     for title, rows in zip(("Parity of one mixer", "One mixer, batch 1, FP16", "Runtimes"), tables, strict=True):
         lines += [f"## {title}", "", *rows, ""]
-    lines.append("The published project's own Triton kernel is not part of this repository: not measured.")
+    if not published():
+        lines.append("The published project's own Triton kernels: not measured (its package `pom` is not installed).")
     text = "\n".join(lines)
     if arguments.out:
         arguments.out.write_text(text)

@@ -13,31 +13,27 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pom_edge.errors import GateError, InputError, MissingToolError, PomError
+from pom_edge.export.engine_census import gemm_census, require_precision
 from pom_edge.export.timing_cache import TimingCache
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
-from pom_edge.runtimes.tensorrt_library import NAMES, library_path, load_tensorrt, logger_of, version_tuple
+from pom_edge.runtimes.tensorrt_library import NAMES, library_path, load_tensorrt, logger_of, starting, version_tuple
 
 STRONG_FROM = (10, 12)  # NVIDIA calls strong typing fully available from here
 MAX_ERRORS = 8
 SAY_SECONDS = 1.0
-TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8", "INT4": "int4", "INT32": "int32"}
-NEEDED = {"fp16": "float16", "bf16": "bfloat16", "int8": "int8", "w8": "int8 weights", "w4": "int4 weights"}
 INSPECTED = {"fp16": ("half", "fp16"), "bf16": ("bf16", "bfloat16"), "int8": ("int8",)}  # as inspectors spell types
-GEMMS = ("MATRIX_MULTIPLY", "CONVOLUTION")
-PASSED_THROUGH = ("SHUFFLE", "CAST", "IDENTITY", "SLICE")
 REMEDIES = (
     "What helps: a smaller --workspace; --optimization-level 2; closing other programs and the desktop (a Jetson runs headless "
     "with `sudo systemctl isolate multi-user.target`); a swap file instead of zram; building again, since the timing cache "
     "keeps what was measured already"
 )
 
-__all__ = ["REMEDIES", "EngineJob", "build_engine", "explain_failure", "require_precision"]
+__all__ = ["REMEDIES", "EngineJob", "build_engine", "explain_failure"]
 
 
 @dataclass(frozen=True)
@@ -109,10 +105,8 @@ def build_engine(job: EngineJob, say: Any = None) -> dict[str, Any]:
     trt = load_tensorrt(job.target)
     gpu = _gpu_for(job)
     logger = logger_of(trt)
-    logger.lines.clear()
-    builder = trt.Builder(logger)
-    if builder is None or not hasattr(builder, "create_network"):
-        raise MissingToolError(f"{NAMES[job.target]} {trt.__version__} does not start here")
+    with starting(trt, job.target):
+        builder = trt.Builder(logger)
     strong = job.target == "rtx" or version_tuple(trt.__version__) >= STRONG_FROM
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if strong else 0)
     _parse(trt, network, logger, job)
@@ -260,71 +254,15 @@ def _type_weakly(trt: Any, config: Any, network: Any, flags: tuple[str, ...]) ->
                 layer.set_output_type(0, trt.DataType.FLOAT)
 
 
-def gemm_census(network: Any) -> dict[str, float]:
-    """What the GEMMs and convolutions of a network compute in, as shares of their number.
-
-    ``int8``: both operands come out of a DequantizeLinear, which is how TensorRT knows an INT8 kernel. ``int8 weights``,
-    ``int4 weights``: one of them does.
-    """
-    made_by: dict[str, Any] = {}
-    counts: dict[str, int] = {}
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        for output in range(layer.num_outputs):
-            made_by[layer.get_output(output).name] = layer
-        if _kind(layer) in GEMMS:
-            name = _gemm_type(layer, made_by)
-            counts[name] = counts.get(name, 0) + 1
-    total = sum(counts.values()) or 1
-    return {name: round(count / total, 4) for name, count in sorted(counts.items())}
-
-
-def _kind(layer: Any) -> str:
-    return str(layer.type).rpartition(".")[2]
-
-
-def _gemm_type(layer: Any, made_by: dict[str, Any]) -> str:
-    stored = [_stored_type(layer.get_input(index), made_by) for index in range(min(layer.num_inputs, 2))]
-    found = [name for name in stored if name]
-    if len(found) == 2 and set(found) == {"int8"}:
-        return "int8"
-    if found:
-        return f"{min(found)} weights"
-    dtype = str(layer.get_output(0).dtype).rpartition(".")[2]
-    return TYPES.get(dtype, dtype.lower())
-
-
-def _stored_type(tensor: Any, made_by: dict[str, Any]) -> str | None:
-    """``"int8"`` where a tensor was dequantized from it, through reshapes and casts; else None."""
-    while tensor is not None:
-        layer = made_by.get(tensor.name)
-        if layer is None:
-            return None
-        if _kind(layer) == "DEQUANTIZE":
-            dtype = str(layer.get_input(0).dtype).rpartition(".")[2]
-            return TYPES.get(dtype, dtype.lower())
-        if _kind(layer) not in PASSED_THROUGH:
-            return None
-        tensor = layer.get_input(0)
-    return None
-
-
-def require_precision(precision: str, census: Mapping[str, float], what: str) -> None:
-    """The precision was asked for, so it is there.
-
-    Raises:
-        GateError: it is not; says what is (rf-detr#1453: an FP32 engine under another name).
-    """
-    needed = NEEDED.get(precision, "float32")
-    if not any(name == needed or (name == "int8 weights" and precision == "w4") for name in census):
-        listed = ", ".join(f"{name} {share:.0%}" for name, share in census.items()) or "no GEMM at all"
-        raise GateError(f"{precision} was asked for, and {what} computes its GEMMs in {listed}")
-
-
 def _read_back(trt: Any, logger: Any, job: EngineJob, serialized: Any, strong: bool) -> dict[str, Any]:
     """What the engine itself says, where this machine can open it; TensorRT-RTX without a driver cannot."""
     before = len(logger.lines)
-    engine = trt.Runtime(logger).deserialize_cuda_engine(serialized) if find_gpus().gpus else None
+    if not find_gpus().gpus:
+        return {"opened": False}
+    runtime = trt.Runtime(logger)
+    if job.version_compatible:
+        runtime.engine_host_code_allowed = True
+    engine = runtime.deserialize_cuda_engine(serialized)
     del logger.lines[before:]
     if engine is None:
         return {"opened": False}

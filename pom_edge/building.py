@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pom_edge.export.onnx_graph import Graph
     from pom_edge.export.packages import Packages
     from pom_edge.export.typed import Facts
-    from pom_edge.pipeline import ExportOptions
+    from pom_edge.options import ExportOptions
     from pom_edge.quantize.calibration import Calibration
     from pom_edge.quantize.forms import FormQuantizer, QuantizedForm
     from pom_edge.runtimes.stepping import Execute

@@ -19,8 +19,9 @@ from typing import Any
 from pom_edge.bundle import GOLDEN, Artifact, Bundle, StreamSpec, extend_bundle
 from pom_edge.engine_sizes import choose_sizes, engine_spec, profile
 from pom_edge.errors import GateError, InputError, MissingToolError
+from pom_edge.export.engine_census import require_precision
 from pom_edge.export.engine_process import build_in_process
-from pom_edge.export.tensorrt_engine import EngineJob, require_precision
+from pom_edge.export.tensorrt_engine import EngineJob
 from pom_edge.extent import Extent
 from pom_edge.jetson import find_jetson, known_bad
 from pom_edge.runtimes.cuda_device import find_gpus
@@ -31,6 +32,8 @@ COMPILED = ("trt", "rtx")
 DEFAULT_PRECISION = "fp16"
 DEFAULT_CAPABILITIES = ("86", "89")  # the RTX 30 and 40 series, where no GPU is at hand to ask
 BUILT = "built, not run"
+OPT_IN = ("refit", "version_compatible", "hardware_compatible")
+REPORTS = "reports"
 MISSING = {
     "trt": "TensorRT is not installed here. It comes with JetPack on a Jetson; engines are built on the device that runs them",
     "rtx": "TensorRT-RTX is not installed here",
@@ -66,11 +69,7 @@ class EngineOptions:
             parts += [] if value is None else [option, str(value)]
         if self.optimization_level is not None:
             parts += ["--optimization-level", str(self.optimization_level)]
-        parts += [
-            f"--{name.replace('_', '-')}"
-            for name in ("refit", "version_compatible", "hardware_compatible")
-            if getattr(self, name)
-        ]
+        parts += [f"--{name.replace('_', '-')}" for name in OPT_IN if getattr(self, name)]
         return " ".join(map(shlex.quote, parts))
 
 
@@ -103,10 +102,12 @@ def compile_bundle(path: Path, targets: Sequence[str], options: EngineOptions, s
     result = Compiled()
     with tempfile.TemporaryDirectory(prefix="pom-edge-") as scratch:
         for target in targets:
+            if target == "rtx":
+                _check_rtx(options)
             sources = _sources(bundle, target, options)
             for source in sources:
                 _check_legal(source)
-            reason = _not_here(target)
+            reason = _not_here(target, options)
             if reason is None:
                 try:
                     result.artifacts += [
@@ -123,8 +124,28 @@ def compile_bundle(path: Path, targets: Sequence[str], options: EngineOptions, s
     return result
 
 
-def _not_here(target: str) -> str | None:
-    return MISSING[target] if find_spec(MODULES[target]) is None else None
+def _check_rtx(options: EngineOptions) -> None:
+    """What TensorRT-RTX 1.7 takes, answers with a warning or an assertion, and does not do (seen).
+
+    Raises:
+        InputError: naming the option.
+    """
+    for name in ("version_compatible", "hardware_compatible"):
+        if getattr(options, name):
+            raise InputError(
+                f"--{name.replace('_', '-')} is for --target trt; a TensorRT-RTX engine is for the version that built it and "
+                "the GPUs of --compute-capability"
+            )
+    if options.refit and len(_capabilities(options)) > 1:
+        raise InputError("--refit: TensorRT-RTX builds such an engine for one GPU only; give one --compute-capability")
+
+
+def _not_here(target: str, options: EngineOptions) -> str | None:
+    if find_spec(MODULES[target]) is None:
+        return MISSING[target]
+    if target == "rtx" and options.refit and not find_gpus().gpus:
+        return "with --refit TensorRT-RTX needs a GPU to build, and there is none here"
+    return None
 
 
 def _sources(bundle: Bundle, target: str, options: EngineOptions) -> list[Artifact]:
@@ -202,11 +223,24 @@ def _compile(
     for index, file in enumerate(files):
         (scratch / file).parent.mkdir(exist_ok=True)
         os.replace(scratch / f"{index}.engine", scratch / file)
-    artifact = _artifact(bundle, source, target, files, sizes, facts)
+    artifact = _artifact(bundle, source, target, files, sizes, facts, options)
+    artifact = artifact.model_copy(update={"files": [*files, *_reports(scratch, files)]})
     result.notes += [note] if note else []
     result.notes.append(_built(artifact))
     result.notes += [f"{artifact.file}: {text}" for text in artifact.notes]
     return _verified(bundle, artifact, scratch, step, result)
+
+
+def _reports(scratch: Path, files: list[str]) -> list[str]:
+    """What the inspector said of each engine, where this machine could open it: into the bundle's folder of reports."""
+    names = []
+    for index, file in enumerate(files):
+        written = scratch / f"{index}.layers.json"
+        if written.exists():
+            names.append(f"{REPORTS}/{file.removesuffix('.engine')}.layers.json")
+            (scratch / names[-1]).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(written, scratch / names[-1])
+    return names
 
 
 def _built(artifact: Artifact) -> str:
@@ -218,7 +252,13 @@ def _built(artifact: Artifact) -> str:
 
 
 def _artifact(
-    bundle: Bundle, source: Artifact, target: str, files: list[str], sizes: dict[str, Extent], facts: list[dict[str, Any]]
+    bundle: Bundle,
+    source: Artifact,
+    target: str,
+    files: list[str],
+    sizes: dict[str, Extent],
+    facts: list[dict[str, Any]],
+    options: EngineOptions,
 ) -> Artifact:
     first = facts[0]
     gpu = first["gpu"] or {}
@@ -242,6 +282,7 @@ def _artifact(
         "device_memory_bytes": [each["device_memory_bytes"] for each in facts if "device_memory_bytes" in each],
         "layers": [each["layers"] for each in facts],
         "timing_cache": first["timing_cache"],
+        **{name: True for name in OPT_IN if getattr(options, name)},
     }
     return source.model_copy(
         update={

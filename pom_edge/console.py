@@ -17,7 +17,7 @@ from rich.table import Table
 from pom_edge.system import human_bytes
 
 if TYPE_CHECKING:
-    from pom_edge.pipeline import ExportReport
+    from pom_edge.outcome import ExportReport
     from pom_edge.runtimes.bench import BenchReport
     from pom_edge.runtimes.checking import CheckReport
     from pom_edge.runtimes.memory import MemoryReport

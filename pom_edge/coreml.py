@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pom_edge.export.forms import Plan
     from pom_edge.export.onnx_graph import Traced
     from pom_edge.export.packages import Islands, Packages
-    from pom_edge.pipeline import ExportOptions
+    from pom_edge.options import ExportOptions
     from pom_edge.runtimes.stepping import Execute
 
 INSTALL = "pip install 'pom-edge[coreml]'"

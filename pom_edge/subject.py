@@ -20,7 +20,7 @@ from pom_edge.models import ModelConfig, example_inputs
 from pom_edge.recognise import unrecognised
 
 if TYPE_CHECKING:
-    from pom_edge.pipeline import ExportOptions
+    from pom_edge.options import ExportOptions
 
 __all__ = ["Subject", "subject_from_file", "subject_from_model"]
 

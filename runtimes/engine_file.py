@@ -12,17 +12,19 @@ from typing import Any
 
 from pom_edge.errors import BundleError, MissingToolError
 from pom_edge.runtimes.cuda_device import Gpu
-from pom_edge.runtimes.tensorrt_library import NAMES, library_path
+from pom_edge.runtimes.tensorrt_library import NAMES, library_path, version_tuple
+
+AMPERE = 80  # hardware-compatible engines are built for this compute capability and all later ones
 
 __all__ = ["check_binding", "deserialise"]
 
 
-def check_binding(target: str, engine: Mapping[str, Any], bundle: str, version: str, gpus: Sequence[Gpu]) -> None:
+def check_binding(target: str, facts: Mapping[str, Any], bundle: str, version: str, gpus: Sequence[Gpu]) -> None:
     """An engine belongs to a version and a GPU: look before a native parser sees it (ultralytics#18730, TensorRT#2195).
 
     Args:
         target: ``"trt"`` or ``"rtx"``.
-        engine: the manifest's facts.
+        facts: the manifest's facts.
         bundle: its name, for the command that mends it.
         version: of the library here.
         gpus: of this machine.
@@ -34,19 +36,25 @@ def check_binding(target: str, engine: Mapping[str, Any], bundle: str, version: 
     name = NAMES[target]
     command = f"pom-export {bundle} --target {target}"
     mend = f"build it for this machine: {command}"
-    if engine["version"] != version:
-        raise BundleError(f"the engine was built by {name} {engine['version']}, and here is {name} {version}; {mend}")
+    if facts["version"] != version and not (facts.get("version_compatible") and _is_later(version, facts["version"])):
+        raise BundleError(f"the engine was built by {name} {facts['version']}, and here is {name} {version}; {mend}")
     if not gpus:
         raise MissingToolError(
             f"the engine needs an NVIDIA GPU, and there is none here; where there is one, {command} builds it anew"
         )
     here = gpus[0].compute_capability.replace(".", "")
-    if here not in engine["compute_capabilities"]:
-        built = ", ".join(engine["compute_capabilities"])
+    if here not in facts["compute_capabilities"] and not (facts.get("hardware_compatible") and int(here) >= AMPERE):
+        built = ", ".join(facts["compute_capabilities"])
         raise BundleError(
-            f"the engine was built for compute capability {built} ({engine['gpu'] or 'no GPU in particular'}), and here is "
+            f"the engine was built for compute capability {built} ({facts['gpu'] or 'no GPU in particular'}), and here is "
             f"{gpus[0].name} with {here}; {mend}"
         )
+
+
+def _is_later(version: str, built: str) -> bool:
+    """Whether a version-compatible engine runs there: the same major version, and not an older one."""
+    here, there = version_tuple(version), version_tuple(built)
+    return here[:1] == there[:1] and here >= there
 
 
 def deserialise(trt: Any, target: str, logger: Any, runtime: Any, path: Path) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ NAMES = {"trt": "TensorRT", "rtx": "TensorRT-RTX"}
 LOWEST = {"trt": (10, 3), "rtx": (1, 7)}
 MAX_LOG = 40
 
-__all__ = ["MODULES", "NAMES", "library_path", "load_tensorrt", "logger_of", "short_version", "version_tuple"]
+__all__ = ["MODULES", "NAMES", "library_path", "load_tensorrt", "logger_of", "short_version", "starting", "version_tuple"]
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
@@ -72,6 +74,30 @@ def logger_of(trt: Any) -> Any:
             return [text for text in dict.fromkeys(texts) if "has Int64 binding" not in text][:MAX_LOG]  # ours have
 
     return Log()
+
+
+@contextlib.contextmanager
+def starting(trt: Any, target: str) -> Iterator[None]:
+    """Around ``trt.Builder(...)`` and ``trt.Runtime(...)``: where CUDA does not start, the bindings raise what means nothing.
+
+    "pybind11::init(): factory function returned nullptr" as a TypeError, with the reason in the log (seen with the bindings of
+    10.3 to 11.4).
+
+    Raises:
+        MissingToolError: it does not start; says what the library says.
+    """
+    logger = logger_of(trt)
+    logger.lines.clear()
+    try:
+        yield
+    except (TypeError, RuntimeError) as error:
+        if isinstance(error, TypeError) and "nullptr" not in str(error):
+            raise
+        told = " | ".join(logger.errors()[:3]) or str(error)
+        raise MissingToolError(
+            f"{NAMES[target]} {trt.__version__} does not start here: no NVIDIA GPU that it can use, or a driver that is "
+            f"missing or too old (`pom-edge doctor` lists both). It says: {told}"
+        ) from error
 
 
 def library_path(trt: Any) -> str | None:

@@ -21,7 +21,7 @@ from pom_edge.runtimes.cuda_memory import Cuda, DeviceBuffer
 from pom_edge.runtimes.engine_file import check_binding, deserialise
 from pom_edge.runtimes.session import Session
 from pom_edge.runtimes.stepping import COUNT, NEXT, STATE, Arrays, empty_state, is_state
-from pom_edge.runtimes.tensorrt_library import NAMES, load_tensorrt, logger_of
+from pom_edge.runtimes.tensorrt_library import NAMES, load_tensorrt, logger_of, starting
 
 __all__ = ["TensorRTSession"]
 
@@ -50,10 +50,13 @@ class TensorRTSession(Session):
         gpus = find_gpus().gpus
         check_binding(artifact.target, artifact.engine, bundle.path.name, trt.__version__, gpus)
         self._version, self._gpu = trt.__version__, gpus[0]
+        logger = logger_of(trt)
+        with starting(trt, artifact.target):
+            self._library = trt.Runtime(logger)
+        if artifact.engine.get("version_compatible"):  # such an engine brings the runtime that it was built with
+            self._library.engine_host_code_allowed = True
         self._cuda = Cuda()
         self._arena = DeviceBuffer(self._cuda)
-        logger = logger_of(trt)
-        self._library = trt.Runtime(logger)
         self._graphs: list[_Graph] = []
         self._on_device = False
         try:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pom_edge.bundle import MANIFEST, seal
 
-__all__ = ["edit_manifest", "small_bundle"]
+PRECISIONS = ("fp32", "fp16", "int8")
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["PRECISIONS", "Graphs", "edit_manifest", "small_bundle", "write_graphs"]
 
 
 @cache
@@ -29,6 +35,49 @@ def small_bundle(folder: Path) -> Path:
     return export_bundle(
         model, precision=precisions, calibration=batches, example_inputs=inputs, out=folder / "small.pom"
     ).bundle
+
+
+@dataclass
+class Graphs:
+    """Graphs of one model: their files by precision, and the dims of every input (numbers and names of free axes)."""
+
+    files: dict[str, Path]
+    dims: dict[str, list[Any]]
+
+    def profile(self, sizes: dict[str, tuple[int, int, int]]) -> dict[str, tuple[list[int], list[int], list[int]]]:
+        """Shortest, usual and longest shape of every input, from those of the free axes."""
+        found = {}
+        for name, dims in self.dims.items():
+            low, usual, high = ([dim if isinstance(dim, int) else sizes[dim][i] for dim in dims] for i in range(3))
+            found[name] = (low, usual, high)
+        return found
+
+
+def write_graphs(model: nn.Module, inputs: dict[str, Tensor], folder: Path, form: str = "parallel") -> Graphs:
+    """Graphs in FP32, FP16 and INT8 as an export makes them, without its golden data and gates: those cost minutes for large
+    models and are tested elsewhere."""
+    from pom_edge.export import forms
+    from pom_edge.export.golden import Case
+    from pom_edge.export.inputs import BATCH, TOKENS, Extent
+    from pom_edge.export.made import Single
+    from pom_edge.export.onnx_graph import save_graph, trace_graph, translate
+    from pom_edge.export.typed import look, typed
+    from pom_edge.quantize import finish, prepare
+
+    free = Extent()
+    plan = (forms.recurrent if form == "recurrent" else forms.parallel)(model, inputs, free, free)
+    traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes, {BATCH: free, TOKENS: free}, plan.inside)
+    made = Single(plan, traced, free, free)
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+    chunks = [plan.example[next(iter(inputs))].shape[1]] if form == "recurrent" else []
+    half, _ = typed(made, "fp16", look(made, [Case("a", "random", "", arrays, chunks=chunks)], None))
+    quantized = prepare(traced, lambda module: module(dict(plan.example))).convert()
+    files = {}
+    for precision, graph in zip(PRECISIONS, (made.graph, half.graphs[0], finish(translate(quantized.traced))), strict=True):
+        files[precision] = folder / f"{form}.{precision}.onnx"
+        save_graph(graph.model, files[precision], {})
+    specs = made.fields()["inputs"]
+    return Graphs(files, {spec.name: list(spec.shape) for spec in specs})
 
 
 def edit_manifest(bundle: Path, change: Any) -> None:

@@ -1,7 +1,8 @@
 """Our calls of TensorRT and CUDA against what the bindings of each version say they take. Needs neither; nothing is built.
 
 `mock`'s autospec sees nothing through pybind11: it accepts wrong arguments. So the calls are read from our source, and the
-signatures from the bindings' own docstrings, written down in tests/data/tensorrt_api by describe.py.
+signatures from the bindings' own docstrings, written down in tests/data/tensorrt_api by describe.py. That they are what the
+bindings say, and that the code runs with these, is held by tests/test_tensorrt_bindings.py.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.data.tensorrt_api.describe import fits
+
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data" / "tensorrt_api"
 VERSIONS = ["10.3.0", "10.7.0", "10.13.3.9", "10.16.1.11", "11.4.0.106", "rtx-1.7.1.116"]
 CUDA_VERSIONS = ["cuda-12.9.0", "cuda-13.0.0"]
 FILES = [
     "export/tensorrt_engine.py",
+    "export/engine_census.py",
     "export/timing_cache.py",
     "runtimes/tensorrt_library.py",
     "runtimes/engine_file.py",
@@ -163,12 +167,9 @@ CALLED_BACK = {
 
 def _fits(call: ast.Call, signature: list[str]) -> bool:
     """Whether a call agrees with one overload: `name=` has a default."""
-    if call.keywords and any(keyword.arg is None for keyword in call.keywords):
+    if any(keyword.arg is None for keyword in call.keywords):
         return False
-    names = [name.rstrip("=") for name in signature]
-    given = names[: len(call.args)] + [str(keyword.arg) for keyword in call.keywords]
-    needed = {name for name in signature if not name.endswith("=")}
-    return len(call.args) <= len(names) and set(given) <= set(names) and len(set(given)) == len(given) and needed <= set(given)
+    return fits(signature, len(call.args), [str(keyword.arg) for keyword in call.keywords])
 
 
 def _faults(source: str, version: str) -> list[str]:

@@ -3,6 +3,7 @@ held as far as it goes without it: calls (tests/test_tensorrt_api.py), messages,
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -24,15 +25,20 @@ from pom_edge import compiling, pipeline
 from pom_edge.bundle import Bundle
 from pom_edge.cli import app
 from pom_edge.compiling import EngineOptions, compile_bundle
+from pom_edge.engines import engine_options
 from pom_edge.errors import BundleError, GateError, InputError, MissingToolError
 from pom_edge.export import engine_process
+from pom_edge.export.engine_census import gemm_census
 from pom_edge.export.engine_process import build_in_process
 from pom_edge.export.onnx_graph import Graph
-from pom_edge.export.tensorrt_engine import EngineJob, explain_failure, gemm_census
+from pom_edge.export.tensorrt_engine import EngineJob, explain_failure
 from pom_edge.export.tensorrt_lint import find_illegal
 from pom_edge.models import ModelConfig, build_model
-from pom_edge.pipeline import export_bundle
-from tests.engines import edit_manifest, small_bundle
+from pom_edge.pipeline import ExportOptions, export_bundle, export_file
+from pom_edge.runtimes import check_bundle
+from pom_edge.runtimes.cuda_device import GpuState
+from tests.bundles import make_bundle
+from tests.engines import Graphs, edit_manifest, small_bundle, write_graphs
 from tests.golden import FOLDER, read
 
 ROOT = Path(__file__).parents[2]
@@ -95,10 +101,8 @@ def test_every_precision_is_built_in_place(small: Path, sizes: dict[str, str]) -
 @pytest.mark.slow
 def test_from_model_to_engine(tmp_path: Path) -> None:
     """The sentence that people type, on the demo: FP16 by default, an engine beside its graph, exit 0."""
-    out = tmp_path / "digits.pom"
-    result = _export(
-        ROOT / "demos" / "digits" / "model.pt", "--target", "rtx", "--out", out, "--json", "--compute-capability", "8.9"
-    )
+    out, model = tmp_path / "digits.pom", ROOT / "demos" / "digits" / "model.pt"
+    result = _export(model, "--target", "rtx", "--out", out, "--json", "--compute-capability", "8.9")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     graph, engine = report["artifacts"]
@@ -109,56 +113,124 @@ def test_from_model_to_engine(tmp_path: Path) -> None:
 
 @rtx
 @pytest.mark.slow
-def test_a_recurrent_graph(tmp_path: Path) -> None:
+def test_the_digits_model_in_every_precision(tmp_path: Path) -> None:
+    from demos.digits.images import load_digits, model_input
     from pom_edge import load
 
-    model = load(ROOT / "demos" / "text" / "model.pt")
-    report = export_bundle(model, targets="rtx", form="recurrent", out=tmp_path / "text.pom")
-    engine = Bundle.open(report.bundle).manifest.artifacts[-1]
-    assert engine.target == "rtx" and engine.form == "recurrent" and engine.token_axes
-    count = next(spec for spec in engine.inputs if spec.name == "state.count")
-    assert count.shape == [1] and next(spec for spec in engine.inputs if spec.name == "x").bounds["tokens"][0] == 1
-    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1), _no_step)
-    assert next(spec for spec in made.artifacts[0].inputs if spec.name == "x").shape == [1, 1]
+    x = model_input(load_digits(ROOT / "demos" / "digits" / "test_images.npz").images)[:32]
+    graphs = write_graphs(load(ROOT / "demos" / "digits" / "model.pt"), {"x": torch.from_numpy(x)}, tmp_path)
+    for sizes in ({"batch": (1, 1, 1)}, {"batch": (1, 1, 8)}):
+        _build_all(graphs, sizes, tmp_path)
 
 
 @rtx
 @pytest.mark.slow
-def test_the_passes_of_a_streamed_encoder(tmp_path: Path) -> None:
+def test_graph_and_engine_of_a_recurrent_model_share_a_bundle(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(kind="lm", vocab_size=20, dim=16, depth=1))
+    report = export_bundle(model, ["onnx", "rtx"], ["fp32", "fp16"], form="recurrent", out=tmp_path / "text.pom")
+    opened = Bundle.open(report.bundle)
+    assert [(each.target, each.precision, each.form) for each in opened.manifest.artifacts] == [
+        (target, precision, "recurrent") for target in ("onnx", "rtx") for precision in ("fp32", "fp16")
+    ]
+    engine = opened.manifest.artifacts[-1]
+    assert engine.token_axes and next(spec for spec in engine.inputs if spec.name == "state.count").shape == [1]
+    assert next(spec for spec in engine.inputs if spec.name == "x").bounds["tokens"][0] == 1
+    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1), _no_step)
+    assert next(spec for spec in made.artifacts[0].inputs if spec.name == "x").shape == [1, 1]
+    assert check_bundle(report.bundle, artifact="recurrent.fp16.onnx").passed, "the graphs run as before"
+
+
+@rtx
+@pytest.mark.slow
+def test_graphs_and_engines_of_a_streamed_encoder_share_a_bundle(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build_model(ModelConfig(kind="encoder", dim=16, depth=1, input_dim=6, n_sel_heads=2))
-    inputs = {"x": torch.randn(1, 12, 6)}
-    report = export_bundle(
-        model, targets="rtx", form="streamed", chunk=8, example_inputs=inputs, out=tmp_path / "s.pom", compute_capability=["86"]
-    )
-    engine = Bundle.open(report.bundle).manifest.artifacts[-1]
-    assert engine.stream is not None and [each.file for each in engine.stream.passes] == engine.files
-    assert engine.files == [f"streamed.fp16.rtx-sm86/pass-{i}.engine" for i in range(len(engine.files))]
-    assert len(engine.files) >= 2 and all((report.bundle / file).stat().st_size > 0 for file in engine.files)
+    options: dict[str, Any] = {"form": "streamed", "chunk": 8, "compute_capability": ["86"], "calibration": [_tokens(4, 16)]}
+    precisions = ["fp32", "fp16", "int8"]
+    report = export_bundle(model, ["onnx", "rtx"], precisions, example_inputs=_tokens(1, 12), out=tmp_path / "s.pom", **options)
+    artifacts = Bundle.open(report.bundle).manifest.artifacts
+    assert [(each.target, each.precision) for each in artifacts] == [
+        (target, precision) for target in ("onnx", "rtx") for precision in precisions
+    ]
+    for engine in artifacts[3:]:
+        assert engine.stream is not None and [each.file for each in engine.stream.passes] == engine.files
+        assert engine.files == [
+            f"streamed.{engine.precision}.rtx-sm86/pass-{index}.engine" for index in range(len(engine.files))
+        ]
+        assert len(engine.files) >= 2 and all((report.bundle / file).stat().st_size > 0 for file in engine.files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.pom"], "nothing is left beside it"
+
+
+def _tokens(batch: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(batch, tokens, 6, generator=torch.Generator().manual_seed(tokens))}
+
+
+def test_an_engine_that_fails_leaves_the_bundle_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs of the new export are made by then, and must not take the place of the old bundle."""
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(kind="encoder", dim=16, depth=1, input_dim=6, n_sel_heads=2))
+    out = tmp_path / "a.pom"
+    make_bundle(out)
+    before = (out / "manifest.json").read_bytes()
+
+    def refuse(job: EngineJob, say: Any) -> dict[str, Any]:
+        raise GateError("TensorRT-RTX built nothing")
+
+    monkeypatch.setattr(compiling, "build_in_process", refuse)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: object())
+    with pytest.raises(GateError, match="built nothing"):
+        export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
+    assert (out / "manifest.json").read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["a.pom"]
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    report = export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
+    assert report.missing[0]["run"] == "pip install 'pom-edge[rtx]' && pom-export a.pom --target rtx --precision fp16"
+    assert [each.precision for each in Bundle.open(report.bundle).manifest.artifacts] == ["fp16"] and report.bundle == out
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pom"], "complete up to the engine, and nothing beside it"
+
+
+STATIC = {"batch": (1, 1, 1), "tokens": (64, 64, 64)}
+DYNAMIC = {"batch": (1, 1, 8), "tokens": (1, 64, 512)}
+STEP = {"batch": (1, 1, 1), "tokens": (1, 1, 1)}
+CHUNKS = {"batch": (1, 1, 4), "tokens": (1, 1, 64)}
+GEMMS = {"fp32": "float32", "fp16": "float16", "int8": "int8"}  # what most GEMMs compute in
+
+
+def _build_all(graphs: Graphs, sizes: dict[str, tuple[int, int, int]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Facts by precision."""
+    found = {}
+    for precision, file in graphs.files.items():
+        engine = folder / f"{precision}.engine"
+        job = EngineJob("rtx", str(file), str(engine), precision, profile=graphs.profile(sizes), compute_capabilities=("89",))
+        found[precision] = build_in_process(job)
+        assert engine.stat().st_size == found[precision]["bytes"] and not found[precision]["warnings"]
+    assert {name: max(facts["census"], key=facts["census"].__getitem__) for name, facts in found.items()} == GEMMS
+    return found
 
 
 @rtx
 @pytest.mark.slow
 def test_a_deep_encoder(tmp_path: Path) -> None:
+    """12 blocks, d = 384: every precision, fixed and free shapes, in less than 1 GiB each."""
     torch.manual_seed(0)
     model = build_model(ModelConfig(kind="encoder", dim=384, depth=12, input_dim=64, n_sel_heads=6))
-    graph = tmp_path / "deep.onnx"
-    _write_graph(model, {"x": torch.randn(2, 64, 64)}, graph)
-    shape = [1, 64, 64]
-    facts = build_in_process(EngineJob("rtx", str(graph), str(tmp_path / "e"), "fp32", profile={"x": (shape, shape, shape)}))
-    assert facts["layers"] > 100 and facts["census"] == {"float32": 1.0} and facts["peak_bytes"] < 2 << 30
+    graphs = write_graphs(model, {"x": torch.randn(2, 64, 64)}, tmp_path)
+    for sizes in (STATIC, DYNAMIC):
+        facts = _build_all(graphs, sizes, tmp_path)
+        assert all(each["layers"] > 100 and each["peak_bytes"] < 1 << 30 for each in facts.values())
+        assert facts["int8"]["bytes"] < facts["fp16"]["bytes"] < facts["fp32"]["bytes"]
 
 
-def _write_graph(model: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path) -> None:
-    """The parallel form as it is, without the golden data and gates of an export, which are not what is tested here."""
-    from pom_edge.export import forms
-    from pom_edge.export.inputs import BATCH, TOKENS, Extent
-    from pom_edge.export.onnx_graph import save_graph, trace_graph, translate
+@rtx
+@pytest.mark.slow
+def test_the_language_model_in_every_precision(tmp_path: Path) -> None:
+    """Recurrent: single steps, and chunks of 1 to 64 tokens."""
+    from pom_edge import load
 
-    free = Extent()
-    plan = forms.parallel(model, inputs, free, free)
-    traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes, {BATCH: free, TOKENS: free}, plan.inside)
-    save_graph(translate(traced).model, path, {})
+    model = load(ROOT / "demos" / "text" / "model.pt")
+    graphs = write_graphs(model, {"x": torch.randint(0, 60, (2, 24))}, tmp_path, "recurrent")
+    for sizes in (STEP, CHUNKS):
+        _build_all(graphs, sizes, tmp_path)
 
 
 GOLDEN_SAMPLE = [  # every mode with every kind of positions that it was recorded with
@@ -181,21 +253,24 @@ GOLDEN_SAMPLE = [  # every mode with every kind of positions that it was recorde
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDEN_SAMPLE)
 def test_published_layers(name: str, tmp_path: Path) -> None:
-    """One recording of each mode, FP32 and FP16."""
+    """Two recordings of each mode: FP32, FP16 and INT8 of fixed size, and one of the three with a free batch and length."""
     case = read(name).case
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:  # with its rotary tables
         keys = [key for key in file.keys() if key.startswith("param.")]  # noqa: SIM118 - safe_open is no dict
         torch.save({key.removeprefix("param."): file.get_tensor(key) for key in keys}, tmp_path / "layer.pt")
     inputs = {key: value.astype(np.float32) if key == "mask" else value for key, value in case.inputs.items()}
-    np.savez(tmp_path / "example.npz", **inputs)
-    causal = ["--mask", "causal"] if case.causal else []
-    result = _export(
-        tmp_path / "layer.pt", "--example", tmp_path / "example.npz", "--json", "--target", "rtx", "--precision", "fp32",
-        "--precision", "fp16", *causal,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    made = [artifact for artifact in json.loads(result.stdout)["artifacts"] if artifact["target"] == "rtx"]
-    assert [artifact["precision"] for artifact in made] == ["fp32", "fp16"]
+    example = str(tmp_path / "example.npz")
+    np.savez(example, **inputs)
+    options = ExportOptions(
+        ("rtx",), tuple(GEMMS), mask="causal" if case.causal else "none", example=example, calibration=example
+    )
+    report = export_file(tmp_path / "layer.pt", options)
+    made = [artifact for artifact in report.artifacts if artifact.target == "rtx"]
+    assert [artifact.precision for artifact in made] == list(GEMMS) and report.missing == []
+    precision = list(GEMMS)[GOLDEN_SAMPLE.index(name) % 3]
+    free = compile_bundle(report.bundle, ["rtx"], EngineOptions((precision,), batch="1:2:4", tokens="1:8:32"), _no_step)
+    (engine,) = free.artifacts
+    assert engine.inputs[0].bounds["tokens"] == (1, 32) and engine.inputs[0].bounds["batch"] == (1, 4)
 
 
 @rtx
@@ -227,6 +302,9 @@ def test_sizes_that_cannot_be(small: Path) -> None:
         ({"tokens": "1:2"}, "takes N or MIN:OPT:MAX"),
         ({"compute_capability": ["8.7"]}, r"does not build for SM 87; it has 75, 80, 86"),
         ({"compute_capability": ["ampere"]}, "expected a number as 8.6"),
+        ({"version_compatible": True}, "--version-compatible is for --target trt"),
+        ({"hardware_compatible": True}, "--hardware-compatible is for --target trt"),
+        ({"refit": True}, "one GPU only; give one --compute-capability"),
     ):
         with pytest.raises(InputError, match=message):
             compile_bundle(small, ["rtx"], EngineOptions(("fp16",), **sizes), _no_step)  # type: ignore[arg-type]
@@ -254,6 +332,36 @@ def test_tensorrt_without_a_gpu_is_missing_too(small: Path, monkeypatch: pytest.
     monkeypatch.setattr(compiling, "build_in_process", no_gpu)
     made = compile_bundle(small, ["trt"], EngineOptions(("fp16",)), _no_step)
     assert made.artifacts == [] and "no GPU to build for" in made.missing[0]["reason"]
+
+
+def test_what_the_inspector_says_and_what_was_opted_into_is_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a build on a device: what it leaves beside the engine goes into the bundle, and stays there."""
+    monkeypatch.setattr(compiling, "find_spec", lambda name: object())
+    jobs: list[EngineJob] = []
+
+    def build(job: EngineJob, say: Any) -> dict[str, Any]:
+        jobs.append(job)
+        Path(job.engine).write_bytes(b"plan")
+        Path(job.engine).with_suffix(".layers.json").write_text('{"Layers": []}')
+        facts: dict[str, Any] = dict.fromkeys(("compiler", "library", "cuda_driver", "timing_cache"))
+        facts |= {"version": "10.3.0", "gpu": {"name": "Orin", "compute_capability": "8.7"}, "compute_capabilities": []}
+        return facts | {"typing": "weak", "layers": 1, "census": {}, "seconds": 1.0, "peak_bytes": 0, "warnings": []}
+
+    monkeypatch.setattr(compiling, "build_in_process", build)
+    monkeypatch.setattr(compiling, "find_gpus", lambda: GpuState([], None, "none"))
+    options = EngineOptions(("fp16",), hardware_compatible=True, workspace=1 << 20)
+    (made,) = compile_bundle(small, ["trt"], options, _no_step).artifacts
+    assert made.files == ["parallel.fp16.orin-trt10.3.0.engine", "reports/parallel.fp16.orin-trt10.3.0.layers.json"]
+    assert made.engine is not None and made.engine["hardware_compatible"] is True and "refit" not in made.engine
+    assert jobs[0].workspace == 1 << 20 and jobs[0].hardware_compatible
+    compile_bundle(small, ["trt"], EngineOptions(("fp32",)), _no_step)
+    assert [(small / file).exists() for file in made.files] == [True, True] and len(Bundle.open(small).manifest.artifacts) == 5
+
+
+def test_the_budget_bounds_the_memory_of_kernels() -> None:
+    options = pipeline.ExportOptions(memory_budget=1 << 30)
+    assert engine_options(options, ("fp16",)).workspace == 1 << 30
+    assert engine_options(dataclasses.replace(options, workspace=1 << 20), ("fp16",)).workspace == 1 << 20
 
 
 def test_a_missing_precision_gives_the_command(small: Path) -> None:

@@ -120,7 +120,10 @@ class RunningMean:
     def get_tensor_location(self, name: str) -> str:
         return "DEVICE"
 
-    def get_tensor_dtype(self, name: str) -> type:
+    def get_tensor_dtype(self, name: str) -> Any:
+        return self.numpy_type(name)
+
+    def numpy_type(self, name: str) -> type:
         return np.int64 if name.endswith("count") else np.float32
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -149,12 +152,9 @@ class RunningMean:
         return True
 
     def _at(self, name: str) -> np.ndarray:
-        shape, dtype = (
-            self.get_tensor_shape(name) if name not in self.shapes else self.shapes[name],
-            self.get_tensor_dtype(name),
-        )
+        shape = self.get_tensor_shape(name) if name not in self.shapes else self.shapes[name]
         block = self.cuda.blocks[self.addresses[name]]
-        return np.frombuffer(block, dtype, int(np.prod(shape))).reshape(shape)
+        return np.frombuffer(block, self.numpy_type(name), int(np.prod(shape))).reshape(shape)
 
     def _work(self) -> None:
         x, count, mean = self._at("x"), self._at("state.count"), self._at("state.0.mean")
@@ -179,18 +179,26 @@ def _open(
     cuda: HostCuda, folder: Path, monkeypatch: pytest.MonkeyPatch, golden: list[Any], self_check: bool
 ) -> TensorRTSession:
     enum = types.SimpleNamespace
-    trt = enum(
+    trt = types.ModuleType("tensorrt")
+    trt.__dict__.update(
         __version__="10.3.0",
+        ILogger=type("ILogger", (), {}),
         Runtime=lambda logger: object(),
         ExecutionContextAllocationStrategy=enum(USER_MANAGED="USER_MANAGED"),
         TensorIOMode=enum(INPUT="INPUT"),
         TensorLocation=enum(HOST="HOST"),
         nptype=lambda dtype: dtype,
     )
-    monkeypatch.setattr(tensorrt_session, "load_tensorrt", lambda target: trt)
-    monkeypatch.setattr(tensorrt_session, "logger_of", lambda trt: object())
-    monkeypatch.setattr(tensorrt_session, "find_gpus", lambda: GpuState([Gpu("Orin", "8.7", True)], "12.6", ""))
     monkeypatch.setattr(tensorrt_session, "deserialise", lambda *_: RunningMean(cuda))
+    return open_on_host(trt, cuda, folder, monkeypatch, golden, self_check)
+
+
+def open_on_host(
+    trt: Any, cuda: HostCuda, folder: Path, monkeypatch: pytest.MonkeyPatch, golden: list[Any], self_check: bool
+) -> TensorRTSession:
+    """A session of a recurrent artifact with this TensorRT and this memory; `tests/real_bindings.py` gives other ones."""
+    monkeypatch.setattr(tensorrt_session, "load_tensorrt", lambda target: trt)
+    monkeypatch.setattr(tensorrt_session, "find_gpus", lambda: GpuState([Gpu("Orin", "8.7", True)], "12.6", ""))
     monkeypatch.setattr(cuda_memory, "_import", lambda: cuda)
     free = ["batch", "tokens", WIDTH]
     state = [("count", "int64", ["batch"]), ("0.mean", "float32", ["batch", 1, WIDTH])]
@@ -210,7 +218,7 @@ def _open(
         ],
         token_axes={"x": 1, "y": 1},
         verified="",
-        engine={"version": "10.3.0", "compute_capabilities": ["87"], "gpu": "Orin"},
+        engine={"version": trt.__version__, "compute_capabilities": ["87"], "gpu": "Orin"},
     )
     about: dict[str, Any] = {"name": "a", "created": "", "producer": "", "tools": {}, "model": {}, "config_hash": ""}
     files = [{"path": "a.engine", "sha256": "0" * 64, "bytes": 0}]

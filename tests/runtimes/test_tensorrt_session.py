@@ -3,6 +3,8 @@ an engine of fixed sizes runs. Running an engine is tested where there is a devi
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,13 +18,15 @@ from pom_edge.bundle import Artifact, Bundle, GoldenCase, TensorSpec
 from pom_edge.cli import app
 from pom_edge.compiling import EngineOptions, compile_bundle, find_spec
 from pom_edge.errors import BundleError, InputError, MissingToolError
-from pom_edge.runtimes.cuda_device import Gpu, find_gpus
+from pom_edge.runtimes import cuda_memory, tensorrt_session
+from pom_edge.runtimes.cuda_device import Gpu, GpuState, find_gpus
 from pom_edge.runtimes.cuda_memory import _checked
 from pom_edge.runtimes.engine_file import check_binding, deserialise
 from pom_edge.runtimes.fitting import run_fitting
 from pom_edge.runtimes.session import open_session
 from pom_edge.runtimes.tensorrt_library import load_tensorrt, logger_of, short_version, version_tuple
 from tests.engines import edit_manifest, small_bundle
+from tests.runtimes.test_tensorrt_logic import HostCuda
 
 GPU = Gpu("NVIDIA GeForce RTX 3060", "8.6", False)
 rtx = pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx has wheels for x86-64 Linux and Windows")
@@ -62,6 +66,18 @@ def test_an_engine_is_bound_to_version_and_gpu() -> None:
         with pytest.raises(kind, match=message) as caught:
             check_binding("rtx", facts, "a.pom", version, gpus)
         assert "pom-export a.pom --target rtx" in str(caught.value), "the command that mends it"
+
+
+def test_what_an_engine_was_opted_into_widens_where_it_runs() -> None:
+    """Version-compatible: the same major version, and no older one. Hardware-compatible: Ampere and later."""
+    portable = {"version": "10.3.0", "version_compatible": True, "compute_capabilities": ["86"], "gpu": None}
+    for version, runs in (("10.3.0", True), ("10.13.3.9", True), ("10.2.0", False), ("11.4.0.106", False)):
+        with contextlib.nullcontext() if runs else pytest.raises(BundleError, match="built by TensorRT 10.3.0"):
+            check_binding("trt", portable, "a.pom", version, [GPU])
+    wide = {"version": "10.3.0", "hardware_compatible": True, "compute_capabilities": ["86"], "gpu": None}
+    for capability, runs in (("8.0", True), ("12.0", True), ("7.5", False)):
+        with contextlib.nullcontext() if runs else pytest.raises(BundleError, match="built for compute capability 86"):
+            check_binding("trt", wide, "a.pom", "10.3.0", [Gpu("A", capability, False)])
 
 
 @rtx
@@ -126,22 +142,57 @@ def test_the_command_line_without_a_gpu(small: Path) -> None:
     assert open_session(small, artifact="parallel.fp16.onnx").check().passed, "the graph beside it runs as before"
 
 
-@rtx
-def test_an_engine_built_by_another_version_is_refused_before_it_is_opened(small: Path) -> None:
-    def age(content: dict[str, Any]) -> None:
-        content["artifacts"][-1]["engine"]["version"] = "1.6.0"
+def _of_version(content: dict[str, Any]) -> None:
+    content["artifacts"][-1]["engine"]["version"] = "1.6.0"
 
-    edit_manifest(small, age)
-    with pytest.raises(BundleError, match="built by TensorRT-RTX 1.6.0, and here is TensorRT-RTX 1"):
-        open_session(small, runtime="rtx")
+
+def _of_gpu(content: dict[str, Any]) -> None:
+    content["artifacts"][-1]["engine"].update(compute_capabilities=["120"], gpu=None)
+
+
+def _of_tensorrt(content: dict[str, Any]) -> None:
+    content["artifacts"][-1]["target"] = "trt"
+
+
+@rtx
+@no_gpu
+@pytest.mark.parametrize(
+    ("change", "runtime", "exit_code", "message"),
+    [
+        (None, "rtx", 3, r"the NVIDIA driver is missing or too old; update it\. It says: .*cuda"),
+        (
+            _of_version,
+            "rtx",
+            2,
+            r"built by TensorRT-RTX 1\.6\.0, and here is TensorRT-RTX 1.*pom-export small.pom",
+        ),
+        (_of_gpu, "rtx", 2, r"capability 120 .*GeForce RTX 3060 with 86.*pom-export small.pom"),
+        (_of_tensorrt, "trt", 3, r"TensorRT cannot be imported here \(tensorrt: "),
+    ],
+    ids=["driver", "version", "gpu", "tensorrt"],
+)
+def test_exit_codes_where_there_is_a_gpu(
+    change: Any, runtime: str, exit_code: int, message: str, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU whose driver does not start: the bundle, its hashes, the real library and its answer are real, the GPU is not."""
+    monkeypatch.setattr(tensorrt_session, "find_gpus", lambda: GpuState([GPU], "12.0", ""))
+    monkeypatch.setattr(cuda_memory, "_import", HostCuda)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    if change is not None:
+        edit_manifest(small, change)
+    result = CliRunner().invoke(app, ["check", str(small), "--runtime", runtime])
+    told = " ".join(result.stderr.split())
+    assert result.exit_code == exit_code and re.search(message, told), result.output
+    assert "Traceback" not in result.output
 
 
 @rtx
 def test_a_truncated_engine_never_reaches_the_parser(small: Path) -> None:
     engine = next(small.glob("*.engine"))
     engine.write_bytes(engine.read_bytes()[:1000])
-    with pytest.raises(BundleError, match=r"has 1000 bytes, expected \d+; copy the folder again"):
-        open_session(small, runtime="rtx")
+    result = CliRunner().invoke(app, ["check", str(small), "--runtime", "rtx"])
+    told = " ".join(result.stderr.split())
+    assert result.exit_code == 2 and re.search(r"has 1000 bytes, expected \d+; copy the folder again", told), told
 
 
 def _artifact(tokens: int | str, batch: int | str, form: str = "parallel", high: int = 8) -> Artifact:

@@ -3,8 +3,8 @@
     python tests/data/tensorrt_api/describe.py tensorrt_bindings > tests/data/tensorrt_api/10.3.0.json
 
 The bindings wheels (tensorrt-cu12-bindings and its like, 1.3 MB) need no GPU. They do need the names of the native libraries to
-resolve: an empty shared object with the symbols that `nm -D --undefined-only tensorrt.so` lists (createInferBuilder_INTERNAL
-and eight more), under the names of `readelf -d tensorrt.so`, in LD_LIBRARY_PATH is enough to enumerate, and for nothing else.
+resolve, for which tests/stub_library.py writes empty ones; tests/test_tensorrt_bindings.py holds that what is written down is
+what the bindings say.
 
     python tests/data/tensorrt_api/describe.py cuda.bindings.runtime > tests/data/tensorrt_api/cuda-12.9.0.json
 """
@@ -52,6 +52,14 @@ def arguments(text: str) -> list[str]:
         for part in names
         if part.split(":")[0] != "self"
     ]
+
+
+def fits(signature: list[str], positional: int, keywords: list[str]) -> bool:
+    """Whether a call with so many positional arguments and these names agrees with one overload."""
+    names = [name.rstrip("=") for name in signature]
+    given = names[:positional] + keywords
+    needed = {name for name in signature if not name.endswith("=")}
+    return positional <= len(names) and set(given) <= set(names) and len(set(given)) == len(given) and needed <= set(given)
 
 
 def describe_class(kind: type) -> dict[str, Any]:

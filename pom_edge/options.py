@@ -1,0 +1,109 @@
+"""What to make, as on the command line, and what of it this version does not make. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pom_edge.coreml import check_coreml
+from pom_edge.errors import InputError
+from pom_edge.metric import Metric
+from pom_edge.runtimes.parity import GATES_DB, MAX_SNR_DB
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+TARGETS = ("onnx", "coreml", "trt", "rtx")
+DEFAULT_PRECISION = {"onnx": "fp32", "coreml": "fp16", "trt": "fp16", "rtx": "fp16"}
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
+REMAINDERS = ("fp32", "fp16")
+FORMS = ("parallel", "recurrent", "streamed")
+OBSERVERS = ("minmax", "percentile", "mse")
+INT8_WEIGHTS = ("8bit", "7bit")
+MAX_CHUNK = 2**31 - 1
+
+__all__ = ["DEFAULT_PRECISION", "FORMS", "TARGETS", "ExportOptions"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to make, as on the command line (see ``pom-export --help``)."""
+
+    targets: Sequence[str] = ("onnx",)
+    precisions: Sequence[str] = ()  # none: each target's own, see DEFAULT_PRECISION
+    form: str | None = None
+    tokens: str | int | None = None
+    batch: str | int | None = None
+    chunk: int | None = None
+    mask: str = "none"
+    factory: str | Callable[[], nn.Module] | None = None
+    example: str | Mapping[str, Tensor] | None = None
+    layout: str | None = None
+    degree: int | None = None
+    clamp: float | None = None
+    unsafe_pickle: bool = False
+    snr_db: float | None = None
+    metric: str | Callable[..., float] | None = None
+    max_drop: float | None = None
+    calibration: Any = None
+    observer: str = "percentile"
+    int8_weights: str = "8bit"
+    remainder: str = "fp32"
+    deployment_target: str = "iOS17"
+    stateful: bool = False
+    memory_budget: int | None = None
+    compute_capability: Sequence[str] = ()
+    workspace: int | None = None
+    optimization_level: int | None = None
+    refit: bool = False
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    overwrite: bool = False
+
+    def precisions_of(self, *targets: str) -> tuple[str, ...]:
+        """What targets are made in: what was asked for, else what each of them has by default."""
+        return tuple(dict.fromkeys(self.precisions or [DEFAULT_PRECISION.get(target, "fp32") for target in targets]))
+
+    def check(self) -> None:
+        """Refuse what this version does not make.
+
+        Raises:
+            InputError: an unknown target, precision or form, with the list of known ones.
+        """
+        if self.metric is not None:
+            Metric.named(self.metric, self.max_drop)  # a typo is told before the work is done
+        elif self.max_drop is not None:
+            raise InputError("--max-drop needs --metric module:function, whose points may drop")
+        for what, asked, known in (
+            ("target", self.targets, TARGETS),
+            ("precision", self.precisions_of(*self.targets), PRECISIONS),
+            ("form", [self.form or FORMS[0]], FORMS),
+            ("remainder", [self.remainder], REMAINDERS),
+            ("observer", [self.observer], OBSERVERS),
+            ("width of INT8 weights", [self.int8_weights], INT8_WEIGHTS),
+        ):
+            unknown = [value for value in asked if value not in known]
+            if unknown or not asked:
+                raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise InputError(f"--optimization-level is {self.optimization_level}; expected 0 to 5")
+        if self.calibration is not None and "int8" not in self.precisions:
+            raise InputError("--calibration is for --precision int8; the other precisions need no data")
+        if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
+            raise InputError("--remainder is what is not INT8 or weights in int8, w8 and w4; ask for one of these precisions")
+        if self.chunk is not None and self.form != "streamed":
+            raise InputError(f"--chunk {self.chunk} is for --form streamed, found --form {self.form or FORMS[0]}; leave it out")
+        if self.chunk is not None and not 1 <= self.chunk <= MAX_CHUNK:
+            raise InputError(
+                f"--chunk is {self.chunk}; expected 1 to {MAX_CHUNK} tokens, as many as tensors of a graph can have"
+            )
+        if self.mask == "frames" and self.form != "recurrent":
+            raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
+        if self.stateful and "coreml" not in self.targets:
+            raise InputError("--stateful is for --target coreml")
+        if "coreml" in self.targets:
+            check_coreml(self)
+        lowest = min(GATES_DB[precision] for precision in self.precisions_of(*self.targets))
+        if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
+            raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")
