@@ -12,6 +12,7 @@ f itself, where the terms of a sum have wider bounds than the sum.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class _Mean:
 def with_moments(graph: Graph) -> Graph:
     """A copy of a graph in FP32 whose means of polynomials are sums of moments; the same function."""
     changed = graph.clone()
-    outputs = {value for value in (*changed.model.graph.outputs, *changed.taps.values())}
+    outputs = {*changed.model.graph.outputs, *changed.taps.values()}
     for node in list(changed.model.graph):
         found = _find(node, outputs)
         if found is not None:
@@ -178,7 +179,7 @@ class _Maker:
         if not chain or not isinstance(channels, int) or channels < 2 * CHANNEL_BLOCK:
             return [self._moments(self._found.a, None)]
         edges = [round(i * channels / (channels // CHANNEL_BLOCK)) for i in range(channels // CHANNEL_BLOCK + 1)]
-        return [self._moments(self._rows(low, high), high - low) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        return [self._moments(self._rows(low, high), high - low) for low, high in itertools.pairwise(edges)]
 
     def _rows(self, low: int, high: int) -> ir.Value:
         """``a`` for some rows of W."""
@@ -186,7 +187,7 @@ class _Maker:
         assert shape is not None
         current: ir.Value | None = None
         for node in self._found.chain:
-            inputs = []
+            inputs: list[ir.Value | None] = []
             for value in node.inputs:
                 sliced = value is not None and value.const_value is not None and len(value.const_value.shape) == 2
                 if value is not None and value.const_value is None:

@@ -1,0 +1,87 @@
+"""What a user waits for before anything runs: python -m benchmarks.cold [--depth 12] [--repeats 3] [--json FILE]
+
+help      ``pom-export --help``, a fresh process from start to end                              (goal < 0.5 s)
+export    ``pom-export model.pt`` of an encoder (d 384, 6 heads), a fresh process, gates held     (goal < 30 s)
+import    ``import pom_edge`` and ONNX Runtime, in a fresh process
+open      ``open_session`` on what was exported, in a fresh process that has imported both       (goal < 1 s)
+first     its first run, 256 tokens
+Medians of the repeats; the export once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lockstep import machine, write_json
+
+GOALS = {"help": 0.5, "export": 30.0, "open": 1.0}
+OPEN = """
+import sys, time
+start = time.perf_counter()
+import numpy, onnxruntime, pom_edge.runtimes
+imported = time.perf_counter()
+session = pom_edge.runtimes.open_session(sys.argv[1])
+opened = time.perf_counter()
+session.run(numpy.zeros((1, 256, 384), numpy.float32))
+print(imported - start, opened - imported, time.perf_counter() - opened)
+"""
+
+
+def save_model(depth: int, path: Path) -> None:
+    """A checkpoint of an encoder with fresh weights; its coefficients are redrawn: fresh ones leave a mixer nearly silent."""
+    import torch
+
+    from pom_edge import ModelConfig, build_model, save_checkpoint
+
+    torch.manual_seed(0)
+    config = ModelConfig("encoder", dim=384, depth=depth, input_dim=384, n_sel_heads=6)
+    model = build_model(config).eval()
+    for block in model.blocks:  # type: ignore[union-attr]
+        torch.nn.init.normal_(block.mixer.po_coeff, std=0.3)
+    save_checkpoint(path, model, config)
+
+
+def timed(arguments: list[str]) -> float:
+    """Seconds of a process."""
+    start = time.perf_counter()
+    subprocess.run(arguments, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print one line for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    command = [sys.executable, "-c", "import pom_edge.cli; pom_edge.cli.export_main()"]
+    found: dict[str, list[float]] = {"help": [timed([*command, "--help"]) for _ in range(options.repeats)]}
+    with tempfile.TemporaryDirectory() as folder:
+        model, bundle = Path(folder) / "model.pt", Path(folder) / "model.pom"
+        save_model(options.depth, model)
+        found["export"] = [timed([*command, str(model), "--out", str(bundle)])]
+        for _ in range(options.repeats):
+            run = [sys.executable, "-c", OPEN, str(bundle)]
+            text = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+            for name, seconds in zip(("import", "open", "first"), text.split(), strict=True):
+                found.setdefault(name, []).append(float(seconds))
+    print(f"{machine(0)}, encoder of {options.depth} blocks, d 384, 6 heads")
+    made: list[dict[str, Any]] = []
+    for what, taken in found.items():
+        middle, goal = statistics.median(taken), GOALS.get(what)
+        verdict = "" if goal is None else f"   goal {goal:g} s: {'kept' if middle < goal else 'MISSED'}"
+        print(f"{what:8} {middle:7.3f} s{verdict}")
+        made.append({"what": what, "seconds": round(middle, 4), "goal_s": goal})
+    write_json(options.json, 0, made)
+
+
+if __name__ == "__main__":
+    main()
