@@ -86,9 +86,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     threads = arguments.threads
-    print(
-        f"{machine(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), processor time"
-    )
+    print(f"{machine(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), CPU time")
     made: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
         with tempfile.TemporaryDirectory() as name:
