@@ -30,7 +30,6 @@ from pom_edge.export.lowering import lower
 from pom_edge.mixer import PoM
 
 ATTENTION_HEADS = 6
-LONGEST_ATTENTION = 8192  # beyond, its time alone is the benchmark's
 
 
 def gemm() -> bytes:
@@ -129,6 +128,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="of one repeat; a quarter of them from 8,192 tokens on")
     parser.add_argument("--repeats", type=int, default=3, help="with fresh processes")
+    parser.add_argument("--longest-attention", type=int, default=8192, help="not measured beyond; 0: not at all")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     threads = arguments.threads
@@ -141,13 +141,13 @@ def main() -> None:
         folder = Path(name)
         compared = models(folder)
         check({key: compared[key] for key in ("ours", "published")}, 333, DIM, threads, folder)
-        compared["attention"] = next(
-            iter(fused_attention(folder, min(max(arguments.tokens), LONGEST_ATTENTION), threads).values())
-        )
+        longest = max((tokens for tokens in arguments.tokens if tokens <= arguments.longest_attention), default=0)
+        if longest:
+            compared["attention"] = next(iter(fused_attention(folder, longest, threads).values()))
         print(f"{'N':>6} {'GEMM ms':>8} {'ours ms':>8} {'ours / GEMM':>24} {'published / ours':>24} {'attention / ours':>26}")
         for tokens in arguments.tokens:
             rounds = arguments.rounds if tokens < 8192 else max(3, arguments.rounds // 4)
-            running = {key: model for key, model in compared.items() if key != "attention" or tokens <= LONGEST_ATTENTION}
+            running = {key: model for key, model in compared.items() if key != "attention" or tokens <= longest}
             found = {key: Taken() for key in running}
             for _ in range(arguments.repeats):
                 for key, taken in measure(running, tokens, DIM, threads, rounds).items():
@@ -161,7 +161,8 @@ def main() -> None:
             made += rows(found, tokens, "ours")
             if "attention" in found:
                 ratios.append((tokens, spread(found["attention"].clock, found["ours"].clock)[0]))
-    print(break_even(ratios))
+    if ratios:
+        print(break_even(ratios))
     write_json(arguments.json, threads, made)
 
 
