@@ -53,7 +53,7 @@ def _find(node: ir.Node, outputs: set[ir.Value]) -> _Mean | None:
     f = node.inputs[0]
     if axes is None or f is None or f.shape is None or len(f.shape) != 3 or node.attributes.get_int("keepdims", 1) != 1:
         return None
-    if axes.numpy().tolist() not in ([-1], [2]):
+    if axes.numpy().tolist() not in ([-1], [2]) or node.outputs[0] in outputs:
         return None
     for a in dict.fromkeys(_product(f, outputs)):
         coefficients = _horner(f, a, outputs)
