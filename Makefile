@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BINDINGS := .venv/bindings/.fetched
 
-.PHONY: venv browser demo test lint clean
+.PHONY: venv browser demo test lint peers clean
 
 venv: $(STAMP)
 
@@ -37,5 +37,10 @@ browser:
 test: lint browser $(BINDINGS)
 	$(BIN)/pytest
 
+# Other runtimes to compare with (2 GB): .venv-peers/bin/python -m benchmarks.peers
+peers: requirements-peers.lock
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-peers.lock
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,31 +1,28 @@
-"""One mixer beside its bounds and peers, in ONNX Runtime, one process, interleaved.
+"""One mixer beside its bounds and peers in ONNX Runtime, interleaved.
 
-    python -m benchmarks.mixer_speed [--tokens 256 1024 4096 8192 16384] [--threads 2] [--rounds 15]
+    python -m benchmarks.mixer_speed [--tokens 256 1024 4096 8192 16384] [--threads 2] [--rounds 15] [--repeats 3] [--json FILE]
 
-Every round runs each graph once, in turn; times are medians over the rounds, ratios are medians of the ratios within a round,
-so that a busy machine disturbs all alike. "GEMM" is the product that no form can avoid, x W_po (N x d x D). "Published" is the
-mixer as the published code computes it, exported by the same exporter (benchmarks/published_form.py, held against ours in the
-same run). "Attention" is the runtime's own fused operator (com.microsoft MultiHeadAttention) with its four projections.
+"GEMM" is the product that no form can avoid, x W_po (N x d x D), alone. "Published" is the mixer as the published code computes
+it, exported by the same exporter (benchmarks/published_form.py, held against ours in the same run). "Attention" is the fastest
+of the runtime's own fused operators at the longest length, with its four projections. See benchmarks/lockstep.py for how.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
+import itertools
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from benchmarks.lockstep import Model, Taken, check, machine, measure, ratio, rows, spread, write_json
 from benchmarks.published_form import PublishedForm
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS, export
 from pom_edge.export.forms import LayerModel
@@ -33,55 +30,52 @@ from pom_edge.export.lowering import lower
 from pom_edge.mixer import PoM
 
 ATTENTION_HEADS = 6
-Graph = Callable[[np.ndarray], Any]
 
 
 def gemm() -> bytes:
     """x (1, N, d) -> x W (1, N, D)."""
     weight = np.random.default_rng(0).standard_normal((DIM, EXPAND * DIM)).astype(np.float32)
-    return _model([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weight}, [1, "tokens", EXPAND * DIM])
+    return _model([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weight}, EXPAND * DIM)
 
 
-def attention() -> bytes:
-    """Fused attention of equal width, projections included."""
+def attention(operator: str) -> bytes:
+    """Fused attention of equal width, projections included.
+
+    Args:
+        operator: "MultiHeadAttention" or "Attention" of com.microsoft, or "standard", the one of opset 23.
+    """
     rng = np.random.default_rng(0)
     weights = {name: rng.standard_normal((DIM, DIM)).astype(np.float32) / DIM**0.5 for name in ("wq", "wk", "wv", "wo")}
+    if operator == "Attention":
+        packed = {"w": np.concatenate([weights[name] for name in ("wq", "wk", "wv")], axis=1)}
+        packed |= {"b": np.zeros(3 * DIM, np.float32), "wo": weights["wo"]}
+        nodes = [helper.make_node("Attention", ["x", "w", "b"], ["a"], domain="com.microsoft", num_heads=ATTENTION_HEADS)]
+        return _model([*nodes, helper.make_node("MatMul", ["a", "wo"], ["y"])], packed, DIM)
     nodes = [helper.make_node("MatMul", ["x", f"w{part}"], [part]) for part in "qkv"]
-    nodes.append(
-        helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["a"], domain="com.microsoft", num_heads=ATTENTION_HEADS)
-    )
+    if operator == "standard":
+        heads: dict[str, Any] = {"q_num_heads": ATTENTION_HEADS, "kv_num_heads": ATTENTION_HEADS}
+        nodes.append(helper.make_node("Attention", ["q", "k", "v"], ["a"], **heads))
+    else:
+        settings: dict[str, Any] = {"domain": "com.microsoft", "num_heads": ATTENTION_HEADS}
+        nodes.append(helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["a"], **settings))
     nodes.append(helper.make_node("MatMul", ["a", "wo"], ["y"]))
-    return _model(nodes, weights, [1, "tokens", DIM])
+    return _model(nodes, weights, DIM, 23 if operator == "standard" else 18)
 
 
-def _model(nodes: list[Any], weights: dict[str, np.ndarray], shape: list[Any]) -> bytes:
+def _model(nodes: list[Any], weights: dict[str, np.ndarray], width: int, opset: int = 18) -> bytes:
     graph = helper.make_graph(
         nodes,
         "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "tokens", DIM])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "tokens", width])],
         [numpy_helper.from_array(array, name) for name, array in weights.items()],
     )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
     return bytes(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
 
 
-def open_graph(model: str | bytes, threads: int, ours: bool) -> Graph:
-    """A session whose threads do not spin: several sessions in one process disturb each other otherwise.
-
-    Our graph has the memory options of our sessions, the others keep the runtime's own.
-    """
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    if ours:
-        options.enable_mem_pattern = options.enable_mem_reuse = False
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return lambda x: session.run(None, {"x": x})
-
-
-def graphs(threads: int, folder: Path) -> dict[str, Graph]:
-    """Everything that is compared."""
+def mixers() -> tuple[nn.Module, nn.Module]:
+    """The mixer and the published form of it, the same function."""
     torch.manual_seed(0)
     mixer = PoM(DIM, DEGREE, EXPAND, n_sel_heads=HEADS).eval()
     nn.init.normal_(mixer.po_coeff)
@@ -89,58 +83,87 @@ def graphs(threads: int, folder: Path) -> dict[str, Graph]:
     x = torch.randn(2, 50, DIM)
     with torch.no_grad():
         torch.testing.assert_close(published(x), layer(x), rtol=1e-4, atol=1e-4)
-    export(*lower(layer), folder / "ours.onnx")
+    return layer, published
+
+
+def models(folder: Path) -> dict[str, Model]:
+    """Everything that is compared, but the attention."""
+    layer, published = mixers()
+    export(*lower(layer), folder / "ours.onnx", ours=True)
     export(published, [], folder / "published.onnx")
-    made: dict[str, str | bytes] = {
-        "GEMM": gemm(),
-        "ours": str(folder / "ours.onnx"),
-        "published": str(folder / "published.onnx"),
-        "attention": attention(),
+    (folder / "gemm.onnx").write_bytes(gemm())
+    return {
+        "GEMM": Model("ort-plain", folder / "gemm.onnx"),
+        "ours": Model("ort", folder / "ours.onnx"),
+        "published": Model("ort-plain", folder / "published.onnx"),
     }
-    return {name: open_graph(model, threads, name == "ours") for name, model in made.items()}
 
 
-def measure(runs: dict[str, Graph], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, after two rounds that do not count."""
-    x = np.random.default_rng(0).standard_normal((1, tokens, DIM)).astype(np.float32)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 2):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run(x)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: taken[2:] for name, taken in seconds.items()}
+def fused_attention(folder: Path, tokens: int, threads: int) -> dict[str, Model]:
+    """The runtime's fused operators; the fastest at that length first."""
+    made = {}
+    for operator in ("MultiHeadAttention", "Attention", "standard"):
+        file = folder / f"{operator}.onnx"
+        file.write_bytes(attention(operator))
+        made[operator] = Model("ort-plain", file)
+    taken = measure(made, tokens, DIM, threads, 1)
+    print(f"fused attention at {tokens}: " + ", ".join(f"{name} {t.ms:.0f} ms" for name, t in taken.items()))
+    return {name: made[name] for name in sorted(made, key=lambda name: min(taken[name].clock))}
 
 
-def ratio(above: list[float], below: list[float]) -> str:
-    """Median of the rounds' ratios, with the middle half of them."""
-    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    return f"{statistics.median(ratios):.2f} ({low:.2f}-{high:.2f})"
+def break_even(found: Iterable[tuple[int, float]]) -> str:
+    """Where attention takes as long as ours, between the two lengths around it, on a line in logarithms."""
+    points = sorted(found)
+    for (low, below), (high, above) in itertools.pairwise(points):
+        if below <= 1 < above:
+            share = -np.log(below) / (np.log(above) - np.log(below))
+            return f"as long as attention at about {np.exp(np.log(low) + share * np.log(high / low)):.0f} tokens"
+    return "no break-even among these lengths: " + ("ours is faster at all" if points[0][1] > 1 else "attention is faster")
 
 
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096, 8192, 16384])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192, 16384])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="of one repeat; a quarter of them from 8,192 tokens on")
+    parser.add_argument("--repeats", type=int, default=3, help="with fresh processes")
+    parser.add_argument("--longest-attention", type=int, default=8192, help="not measured beyond; 0: not at all")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    threads = arguments.threads
     print(
-        f"{platform.machine()}, {arguments.threads} threads, d {DIM}, degree {DEGREE}, expand {EXPAND}, {HEADS} heads, FP32, "
-        f"onnxruntime {ort.__version__}; medians (middle half)"
+        f"{machine(threads)}, d {DIM}, degree {DEGREE}, expand {EXPAND}, {HEADS} heads, FP32; medians of {arguments.repeats} "
+        "repeats; ratios: median (middle half of the rounds), that of processor time"
     )
-    print(f"{'N':>6} {'GEMM ms':>8} {'ours ms':>8} {'ours / GEMM':>18} {'published / ours':>18} {'attention / ours':>20}")
-    with tempfile.TemporaryDirectory() as folder:
-        runs = graphs(arguments.threads, Path(folder))
+    made, ratios = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compared = models(folder)
+        check({key: compared[key] for key in ("ours", "published")}, 333, DIM, threads, folder)
+        longest = max((tokens for tokens in arguments.tokens if tokens <= arguments.longest_attention), default=0)
+        if longest:
+            compared["attention"] = next(iter(fused_attention(folder, longest, threads).values()))
+        print(f"{'N':>6} {'GEMM ms':>8} {'ours ms':>8} {'ours / GEMM':>24} {'published / ours':>24} {'attention / ours':>26}")
         for tokens in arguments.tokens:
-            found = measure(runs, tokens, arguments.rounds)
-            bare, ours = (1e3 * statistics.median(found[name]) for name in ("GEMM", "ours"))
+            rounds = arguments.rounds if tokens < 8192 else max(3, arguments.rounds // 4)
+            running = {key: model for key, model in compared.items() if key != "attention" or tokens <= longest}
+            found = {key: Taken() for key in running}
+            for _ in range(arguments.repeats):
+                for key, taken in measure(running, tokens, DIM, threads, rounds).items():
+                    found[key] += taken
+            against = ratio(found["attention"], found["ours"]) if "attention" in found else "not measured"
             print(
-                f"{tokens:6} {bare:8.1f} {ours:8.1f} {ratio(found['ours'], found['GEMM']):>18} "
-                f"{ratio(found['published'], found['ours']):>18} {ratio(found['attention'], found['ours']):>20}",
+                f"{tokens:6} {found['GEMM'].ms:8.2f} {found['ours'].ms:8.2f} {ratio(found['ours'], found['GEMM']):>24} "
+                f"{ratio(found['published'], found['ours']):>24} {against:>26}",
                 flush=True,
             )
+            made += rows(found, tokens, "ours")
+            if "attention" in found:
+                ratios.append((tokens, spread(found["attention"].clock, found["ours"].clock)[0]))
+    if ratios:
+        print(break_even(ratios))
+    write_json(arguments.json, threads, made)
 
 
 if __name__ == "__main__":

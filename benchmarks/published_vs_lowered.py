@@ -23,6 +23,7 @@ from benchmarks.published_form import PublishedForm
 from pom_edge.export.forms import LayerModel
 from pom_edge.export.inputs import Extent, make_inputs, plan_axes
 from pom_edge.export.lowering import lower
+from pom_edge.export.moments import with_moments
 from pom_edge.export.onnx_graph import export_graph, save_graph
 from pom_edge.mixer import PoM
 
@@ -47,11 +48,12 @@ print(json.dumps({"peak_mib": (peak - held) / 2**20, "ms": 1e3 * statistics.medi
 """
 
 
-def export(model: nn.Module, mixers: list[str], path: Path) -> int:
-    """Write the graph of a model with free batch and tokens; returns its node count."""
+def export(model: nn.Module, mixers: list[str], path: Path, ours: bool = False) -> int:
+    """Write the graph of a model with free batch and tokens, as pom-export does if ``ours``; returns its node count."""
     example = {"x": torch.randn(2, 40, DIM)}
     axes = plan_axes(example, Extent(), Extent())
     graph = export_graph(model, mixers, make_inputs(example, axes, {"batch": 2, "tokens": 40}, 0), axes)
+    graph = with_moments(graph) if ours else graph
     save_graph(graph.model, path, {})
     return len(graph.model.graph)
 
@@ -80,7 +82,7 @@ def main() -> None:
             lowered, names = lower(layer)
             for form, model, mixers in (("published", published, []), ("lowered", lowered, names)):
                 path = Path(folder) / f"{form}.onnx"
-                nodes = export(model, mixers, path)
+                nodes = export(model, mixers, path, form == "lowered")
                 sizes = [str(path), str(arguments.tokens), str(DIM), str(arguments.threads)]
                 child = subprocess.run([sys.executable, "-c", CHILD, *sizes], capture_output=True, text=True, check=True)
                 found = json.loads(child.stdout)

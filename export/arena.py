@@ -15,6 +15,8 @@ from pathlib import Path
 import onnx
 import onnxruntime
 
+from pom_edge.runtimes.onnxruntime_session import SLOW_FUSIONS
+
 # The output is the input's memory under another shape; an output of the graph is always memory of its own
 # (onnxruntime/core/framework/allocation_planner.cc, kAllocateOutput). Nothing works in place: see onnxruntime_session.py.
 # Begins the name of a value that is computed in FP32 since there is no FP16 kernel (optimizer/insert_cast_transformer.cc).
@@ -70,7 +72,8 @@ def _optimised(path: Path) -> onnx.ModelProto:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(Path(folder) / "optimised.onnx")
         options.log_severity_level = 4
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        providers = ["CPUExecutionProvider"]
+        onnxruntime.InferenceSession(str(path), options, providers=providers, disabled_optimizers=SLOW_FUSIONS)
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
     source = onnx.load(str(path), load_external_data=False).graph
     shapes = {info.name: info for info in (*source.value_info, *source.output)}

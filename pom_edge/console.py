@@ -251,7 +251,19 @@ _KINDS = {"gemm": "INT8", "weight": "INT8 weight", "float": "kept in float"}
 def print_bench(report: BenchReport) -> None:
     """One row for each artifact and length."""
     table = Table(title=f"matrix products of this machine: {report.gflops:,.1f} GFLOP/s (numpy)", title_justify="left")
-    for name in ("artifact", "tokens", "batch", "median", "p90", "tokens/s", "of GEMM rate", "against fp32", "memory", "SNR"):
+    for name in (
+        "artifact",
+        "tokens",
+        "batch",
+        "median",
+        "p90",
+        "tokens/s",
+        "of GEMM rate",
+        "times GEMM",
+        "against fp32",
+        "memory",
+        "SNR",
+    ):
         table.add_column(name, no_wrap=True, justify="left" if name == "artifact" else "right")
     for row in report.rows:
         table.add_row(
@@ -262,6 +274,7 @@ def print_bench(report: BenchReport) -> None:
             f"{row.p90_ms:.2f} ms",
             f"{row.tokens_per_s:,.0f}",
             "-" if row.gemm_share is None else f"{row.gemm_share:.0%}",
+            "-" if row.against_gemm is None else f"{row.against_gemm:.2f}x",
             _speed(row.against_fp32),
             "not measured" if row.peak_bytes is None else human_bytes(row.peak_bytes),
             "-" if row.snr_db is None else f"{row.snr_db:.1f} dB",

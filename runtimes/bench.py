@@ -22,10 +22,11 @@ from pom_edge.errors import InputError
 from pom_edge.formula import evaluate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
 from pom_edge.runtimes.onnxruntime_session import without_spinning
-from pom_edge.runtimes.session import Session, open_session
+from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
 
 TOKENS = (256, 1024, 4096)
 ROUNDS, WARM_UPS = 15, 2
+ENGINES = ("trt", "rtx")  # made by a compiler, maybe elsewhere: "not run" until now, and run here if it can be
 GEMM_SIZE = 1024  # of the square product that says what this machine can do
 
 __all__ = ["BenchReport", "BenchRow", "bench"]
@@ -41,6 +42,7 @@ class BenchRow:
         tokens_per_s: of all sequences together.
         gemm_share: the time that its matrix products take at the machine's own rate, over the median; None where it has no
             formula for them.
+        against_gemm: the same the other way round: how many times as long as the products that cannot be avoided.
         against_fp32: time of the FP32 artifact over this one's, the median of the rounds' ratios; None without one.
         snr_db: of the artifact's check against PyTorch.
     """
@@ -56,6 +58,7 @@ class BenchRow:
     peak_bytes: int | None
     tokens_per_s: float
     gemm_share: float | None
+    against_gemm: float | None
     against_fp32: float | None
     snr_db: float | None
 
@@ -122,6 +125,7 @@ def bench(
         )
     step = progress or (lambda _: None)
     bundle = Bundle.open(Path(path))
+    fitting = fitting_artifacts(bundle, runtime)
     rows: list[BenchRow] = []
     rates: list[float] = []
     with ExitStack() as stack:
@@ -129,7 +133,7 @@ def bench(
         sessions = {
             artifact.file: stack.enter_context(open_session(bundle.path, runtime, artifact.file, threads))
             for artifact in bundle.manifest.artifacts
-            if artifact.file.endswith(".onnx") and "not run" not in artifact.verified
+            if artifact.file in fitting and (runtime in ENGINES or "not run" not in artifact.verified)
         }
         for length in dict.fromkeys(tokens):
             inputs = {}
@@ -194,6 +198,7 @@ def _row(
     others = [a for a in session.bundle.manifest.artifacts if a.precision == "fp32" and a.form == artifact.form]
     base = next((everything[a.file] for a in others if a.file in everything and a.file != artifact.file), None)
     operations = gemm_operations(artifact, tokens, batch)
+    gemm_s = None if operations is None else operations / statistics.median(rates)
     return BenchRow(
         session.runtime,
         artifact.file,
@@ -205,7 +210,8 @@ def _row(
         round(1e3 * sorted(taken)[int(0.9 * (len(taken) - 1))], 3),
         peak,
         round(tokens * batch / median, 1),
-        None if operations is None else round(operations / statistics.median(rates) / median, 3),
+        None if gemm_s is None else round(gemm_s / median, 3),
+        None if not gemm_s else round(median / gemm_s, 3),
         None if base is None else round(statistics.median(a / b for a, b in zip(base, taken, strict=True)), 3),
         (artifact.parity or {}).get("snr_db"),
     )

@@ -36,7 +36,12 @@ def test_every_artifact_that_runs_has_a_row_for_each_length(bundle: Path) -> Non
     ]  # fmt: skip
     for row in report["rows"]:
         assert {"runtime", "file", "precision", "tokens", "batch", "median_ms", "p90_ms", "peak_bytes"} <= row.keys()
-        assert 0 < row["median_ms"] <= row["p90_ms"] and row["gemm_share"] > 0 and row["snr_db"] > 45
+        assert (
+            0 < row["median_ms"] <= row["p90_ms"]
+            and row["gemm_share"] > 0
+            and abs(row["gemm_share"] * row["against_gemm"] - 1) < 0.05
+            and row["snr_db"] > 45
+        )
         assert (row["against_fp32"] is None) == (row["precision"] == "fp32")
     assert int(report["machine"]["cores"]) >= 1 and report["gflops"] > 0
 

@@ -1,0 +1,189 @@
+"""Models timed in turn, each in a process of its own: one that spins or keeps memory cannot disturb the next.
+
+Every round runs each model once, after a pause in which the threads of the last one go to sleep. Times are medians over the
+rounds, ratios medians of the ratios within a round: a busy machine disturbs all alike. Beside the clock stands the processor
+time of all threads together, which does not count what other programs took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PAUSE_S = 0.02
+WARM_UPS = 3
+
+__all__ = ["Model", "Taken", "check", "machine", "measure", "ratio", "rows", "spread", "write_json"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is timed: a file, and the runtime that executes it (see :mod:`benchmarks.runners`)."""
+
+    kind: str
+    file: Path
+
+
+@dataclass
+class Taken:
+    """Seconds of each round: on the clock, and of the processors."""
+
+    clock: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def __iadd__(self, other: Taken) -> Taken:
+        self.clock += other.clock
+        self.processor += other.processor
+        return self
+
+    @property
+    def ms(self) -> float:
+        """Median on the clock."""
+        return 1e3 * statistics.median(self.clock)
+
+
+class _Child:
+    """A runner, and how to talk to it."""
+
+    def __init__(self, model: Model, tokens: int, dim: int, threads: int, errors: Path) -> None:
+        arguments = [model.kind, str(model.file), str(tokens), str(dim), str(threads)]
+        self._errors = errors
+        with errors.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.runners", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as ONNX Runtime's threads here: none spins
+            )
+        self._answer()
+
+    def ask(self, command: str) -> list[str]:
+        """Send a line and wait for the words of the answer."""
+        assert self._process.stdin is not None
+        print(command, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> list[str]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # libraries print on stdout too
+            if line.startswith("answer "):
+                return line.split()[1:]
+        raise RuntimeError(f"a runner ended: {self._errors.read_text()[-2000:]}")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextmanager
+def _children(models: Mapping[str, Model], tokens: int, dim: int, threads: int) -> Iterator[dict[str, _Child]]:
+    with ExitStack() as stack:
+        made = {}
+        for name, model in models.items():
+            errors = model.file.with_name(f"{name.replace(' ', '-').replace(',', '')}.{tokens}.log")
+            made[name] = _Child(model, tokens, dim, threads, errors)
+            stack.callback(made[name].close)
+        yield made
+
+
+def measure(models: Mapping[str, Model], tokens: int, dim: int, threads: int, rounds: int) -> dict[str, Taken]:
+    """Every round, after some that do not count."""
+    found = {name: Taken() for name in models}
+    with _children(models, tokens, dim, threads) as children:
+        for _ in range(rounds + WARM_UPS):
+            for name, child in children.items():
+                time.sleep(PAUSE_S)
+                clock, used = child.ask("run")
+                found[name].clock.append(float(clock))
+                found[name].processor.append(float(used))
+    return {name: Taken(taken.clock[WARM_UPS:], taken.processor[WARM_UPS:]) for name, taken in found.items()}
+
+
+def check(models: Mapping[str, Model], tokens: int, dim: int, threads: int, folder: Path, least_db: float = 90) -> None:
+    """All of them compute the same function: the first one is the measure.
+
+    Raises:
+        RuntimeError: one does not.
+    """
+    with _children(models, tokens, dim, threads) as children:
+        outputs = {}
+        for name, child in children.items():
+            child.ask(f"write {folder / 'output.npy'}")
+            outputs[name] = np.load(folder / "output.npy").astype(np.float64)
+    expected = next(iter(outputs.values()))
+    for name, found in outputs.items():
+        error = float(np.square(found - expected).sum())
+        snr_db = 10 * np.log10(np.square(expected).sum() / error) if error else np.inf
+        if not snr_db >= least_db:
+            raise RuntimeError(f"{name} computes another function: {snr_db:.1f} dB")
+
+
+def spread(above: list[float], below: list[float]) -> tuple[float, float, float]:
+    """Median of the rounds' ratios, and the ends of their middle half."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+
+
+def ratio(above: Taken, below: Taken) -> str:
+    """Of the clock with its spread; of processor time."""
+    middle, low, high = spread(above.clock, below.clock)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f}) {spread(above.processor, below.processor)[0]:.2f}"
+
+
+def rows(found: Mapping[str, Taken], tokens: int, against: str) -> list[dict[str, Any]]:
+    """One row for each model, for --json; ``ratio`` is its time over that of ``against``."""
+    made = []
+    for name, taken in found.items():
+        middle, low, high = spread(taken.clock, found[against].clock)
+        made.append(
+            {
+                "what": name,
+                "tokens": tokens,
+                "ms": round(taken.ms, 3),
+                "p90_ms": round(1e3 * sorted(taken.clock)[int(0.9 * (len(taken.clock) - 1))], 3),
+                "best_ms": round(1e3 * min(taken.clock), 3),
+                "against": against,
+                "ratio": round(middle, 3),
+                "ratio_middle_half": [round(low, 3), round(high, 3)],
+                "processor_ratio": round(spread(taken.processor, found[against].processor)[0], 3),
+            }
+        )
+    return made
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """Where it was measured."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    facts: dict[str, Any] = {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    facts |= {"cpu": names[0] if names else platform.processor(), "cores": len(names) or None, "threads": threads}
+    for package in ("onnxruntime", "torch", "openvino", "executorch"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return facts
+
+
+def write_json(path: Path | None, threads: int, made: list[dict[str, Any]]) -> None:
+    """For ``pom-edge report --peers`` and for other programs."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": machine(threads), "rows": made}, indent=2) + "\n")
