@@ -1,4 +1,4 @@
-"""What an engine may be asked for, and what no graph is needed to refuse: told before minutes of exporting. Imports nothing heavy."""
+"""What an engine may be asked for, and what no graph is needed to refuse: told before minutes of exporting."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def rebuild_command(bundle: str, target: str, form: str, precision: str, facts: 
         for_gpu: for the same GPUs; otherwise for that of the machine where it runs.
     """
     shapes = facts.get("shapes") or {}
-    sizes = {
+    sizes: dict[str, Any] = {
         axis: str(lengths[0]) if lengths[0] == lengths[-1] else ":".join(map(str, lengths))
         for axis, lengths in shapes.items()
         if axis in ("tokens", "batch")
@@ -129,4 +129,3 @@ def rebuild_command(bundle: str, target: str, form: str, precision: str, facts: 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-

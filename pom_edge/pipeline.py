@@ -25,6 +25,7 @@ from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.coreml import build_coreml, check_coreml, coreml_options, fix_axes, missing_coreml
+from pom_edge.engine_options import COMPILED, EngineOptions
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
@@ -37,7 +38,7 @@ from pom_edge.system import human_bytes, memory_bytes
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pom_edge.compiling import Compiled, EngineOptions
+    from pom_edge.compiling import Compiled
     from pom_edge.export.forms import Plan
     from pom_edge.export.golden import Case
     from pom_edge.export.inputs import Axes, Extent
@@ -54,6 +55,7 @@ FORMS = ("parallel", "recurrent", "streamed")
 OBSERVERS = ("minmax", "percentile", "mse")
 INT8_WEIGHTS = ("8bit", "7bit")
 
+_OPTIONS = {"snr_db": "snr", "deployment_target": "minimum-deployment-target"}  # fields whose options have other names
 _ARGUMENTS = {"precisions": "precision", "example": "example_inputs", "targets": "targets"}  # fields -> export_bundle's names
 
 MAX_CHUNK = 2**31 - 1
@@ -124,8 +126,7 @@ class ExportOptions:
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
-        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
-            raise InputError(f"--optimization-level is {self.optimization_level}; expected 0 to 5")
+        engine_options(self).check(self.targets)
         if self.calibration is not None and "int8" not in self.precisions:
             raise InputError("--calibration is for --precision int8; the other precisions need no data")
         if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
@@ -138,6 +139,10 @@ class ExportOptions:
             )
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
+        if "int8" not in self.precisions and (self.observer, self.int8_weights) != (OBSERVERS[1], INT8_WEIGHTS[0]):
+            raise InputError("--observer and --int8-weights are for --precision int8; leave them out")
+        if self.deployment_target != "iOS17" and "coreml" not in self.targets:
+            raise InputError("--minimum-deployment-target is for --target coreml; leave it out")
         if self.stateful and "coreml" not in self.targets:
             raise InputError("--stateful is for --target coreml")
         if "coreml" in self.targets:
@@ -243,30 +248,40 @@ def compile_file(path: Path, options: ExportOptions, out: Path | None = None, pr
         InputError: options that belong to an export, or an artifact that the bundle does not hold.
         GateError: the target does not take the graph, or what was built is not the model.
     """
-    from pom_edge.compiling import COMPILED, compile_bundle
+    from pom_edge.compiling import compile_bundle
 
-    options.check()
     start, step = time.perf_counter(), progress or (lambda _: None)
     if out is not None and out.resolve() != path.resolve():
         raise InputError(f"--out is {out}; a bundle gets its engines in place. Copy the folder first to keep it as it is")
-    of_export = ("factory", "example", "layout", "degree", "clamp", "calibration", "metric", "memory_budget", "chunk")
-    given = [name for name in of_export if getattr(options, name) is not None]
-    if given:
-        raise InputError(
-            f"--{given[0].replace('_', '-')} belongs to the export of a model; {path} is a bundle: its graphs stay"
-        )
+    _check_of_export(path, options)
     unmade = [target for target in options.targets if target not in COMPILED]
     if unmade:
         raise InputError(
             f"{path} is a bundle already; what is compiled from one is --target {' or '.join(COMPILED)}, not {unmade[0]}"
         )
-    compiled = compile_bundle(path, options.targets, _engine_options(options, options.precisions_of(*options.targets)), step)
+    options.check()
+    asked = engine_options(options, options.precisions_of(*options.targets))
+    compiled = compile_bundle(path, options.targets, asked, step)
     return _add_compiled(ExportReport(path, []), compiled, start)
+
+
+def _check_of_export(path: Path, options: ExportOptions) -> None:
+    """In place graphs stay as they are: whatever would make others is refused.
+
+    Raises:
+        InputError: naming the option.
+    """
+    of_engines = {"targets", "precisions"} | set(vars(engine_options(options)))
+    for field_ in dataclasses.fields(options):
+        value = getattr(options, field_.name)
+        if field_.name not in of_engines and value is not field_.default and value != field_.default:
+            option = _OPTIONS.get(field_.name, field_.name.replace("_", "-"))
+            raise InputError(f"--{option} belongs to the export of a model; {path} is a bundle: its graphs stay")
 
 
 def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The export, and the targets that are compiled from its artifacts; both in place in one step, or neither."""
-    from pom_edge.compiling import COMPILED, compile_bundle
+    from pom_edge.compiling import compile_bundle
 
     targets = [target for target in options.targets if target in COMPILED]
     if not targets:
@@ -274,8 +289,12 @@ def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Ste
     with write_bundle(out, options.overwrite) as folder:
         report = export_in_budget(subject, options, folder / out.resolve().name, step)
         start = time.perf_counter()
-        asked = _engine_options(options, options.precisions_of(*targets))
-        report = _add_compiled(report, compile_bundle(report.bundle, targets, asked, step), start)
+        asked = _asked(options, targets, {artifact.form for artifact in report.artifacts})
+        try:
+            compiled = compile_bundle(report.bundle, targets, asked, step, whole=True)
+        except GateError as error:
+            raise GateError(f"{error}\n{_not_kept(out, options, targets)}") from error
+        report = _add_compiled(report, compiled, start)
         for made in report.bundle.iterdir():
             os.rename(made, folder / made.name)
         report.bundle.rmdir()
@@ -283,14 +302,31 @@ def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Ste
     return report
 
 
-def _engine_options(options: ExportOptions, precisions: Sequence[str]) -> EngineOptions:
-    from pom_edge.compiling import EngineOptions
-
+def engine_options(options: ExportOptions, precisions: Sequence[str] = ()) -> EngineOptions:
+    """Those that say how engines are built."""
     names = set(EngineOptions.__dataclass_fields__) - {"precisions"}
-    values = {name: getattr(options, name) for name in names}
-    if options.workspace is None:  # kernels may not take more than the process may
-        values["workspace"] = options.memory_budget
-    return EngineOptions(tuple(precisions), **values)
+    return EngineOptions(tuple(precisions), **{name: getattr(options, name) for name in names})
+
+
+def _asked(options: ExportOptions, targets: Sequence[str], forms: set[str]) -> EngineOptions:
+    """After the export of graphs in these forms: kernels are part of the process that a memory budget is for."""
+    asked = engine_options(options, options.precisions_of(*targets))
+    asked = dataclasses.replace(asked, workspace=options.workspace or options.memory_budget)
+    if forms == {"streamed"}:  # --tokens and --batch were for the export; the passes are of one size
+        return dataclasses.replace(asked, tokens=None, batch=None)
+    return asked
+
+
+def _not_kept(out: Path, options: ExportOptions, targets: Sequence[str]) -> str:
+    """After an engine that failed: what there is now, and how to keep the graphs next time."""
+    state = "is as it was" if out.exists() else "was not written"
+    precisions = " ".join(f"--precision {each}" for each in options.precisions_of(*options.targets))
+    kept = " ".join(f"--target {each}" for each in options.targets if each not in targets) or "--target onnx"
+    engines = " ".join(f"--target {each}" for each in targets)
+    return (
+        f"{out.name} {state}. To keep the graphs and try engines again without exporting anew: pom-export with {kept} "
+        f"{precisions}, then pom-export {out.name} {engines}"
+    )
 
 
 def _add_compiled(report: ExportReport, compiled: Compiled, start: float) -> ExportReport:
@@ -671,6 +707,10 @@ def _check_tokens(plan: Plan, options: ExportOptions, tokens: Extent) -> None:
         raise SizeError(
             f"--tokens is {options.tokens}; in the {plan.form} form this model has {plan.tokens} tokens (inputs of one size: "
             f"{shapes}). Leave --tokens out, or give an --example of another size where the model takes it."
+        )
+    if plan.tokens is not None and not tokens.fixed and options.tokens is not None and set(options.targets) & set(COMPILED):
+        raise InputError(
+            f"--tokens is {options.tokens}; this model has {plan.tokens} tokens, whatever the engine: leave --tokens out"
         )
     if plan.image is not None and plan.tokens is None and options.tokens is not None and options.memory_budget is None:
         raise InputError("--tokens bounds sequences; this model takes images of any size in the streamed form: leave it out")

@@ -157,7 +157,7 @@ def _store(
     rows = whole if channel == 0 else whole.t()  # (channels, weights of one)
     blocks = rows.reshape(-1, BLOCK if bits == 4 else along)
     scales = channel_scales(blocks, 0, limit, clip, low)
-    # Blocks of INT4 on the left of a MatMul crash TensorRT-RTX 1.7.1 (SIGSEGV in the builder); with a Cast in between they build.
+    # Blocks of INT4 on the left of a MatMul crash the builder of TensorRT-RTX 1.7.1 (SIGSEGV); with a Cast between they build.
     between = bits == 4 and left
     scale_type = np.dtype({np.float32: np.float16, np.float16: np.float32}[weight.dtype.type] if between else weight.dtype)
     if np.float16 in (weight.dtype, scale_type):

@@ -357,9 +357,10 @@ def test_what_the_inspector_says_and_what_was_opted_into_is_kept(small: Path, mo
 
 
 def test_the_budget_bounds_the_memory_of_kernels() -> None:
-    options = pipeline.ExportOptions(memory_budget=1 << 30)
-    assert pipeline._engine_options(options, ("fp16",)).workspace == 1 << 30
-    assert pipeline._engine_options(dataclasses.replace(options, workspace=1 << 20), ("fp16",)).workspace == 1 << 20
+    options = ExportOptions(memory_budget=1 << 30, tokens="64")
+    assert pipeline._asked(options, ["rtx"], {"parallel"}).workspace == 1 << 30
+    streamed = pipeline._asked(dataclasses.replace(options, workspace=1 << 20), ["rtx"], {"streamed"})
+    assert streamed.workspace == 1 << 20 and streamed.tokens is None, "passes have one size"
 
 
 def test_a_missing_precision_gives_the_command(small: Path) -> None:
