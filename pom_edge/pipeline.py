@@ -311,7 +311,7 @@ def engine_options(options: ExportOptions, precisions: Sequence[str] = ()) -> En
 def _asked(options: ExportOptions, targets: Sequence[str], forms: set[str]) -> EngineOptions:
     """After the export of graphs in these forms: kernels are part of the process that a memory budget is for."""
     asked = engine_options(options, options.precisions_of(*targets))
-    asked = dataclasses.replace(asked, workspace=options.workspace or options.memory_budget)
+    asked = dataclasses.replace(asked, workspace=options.workspace or options.memory_budget, overwrite=False)
     if forms == {"streamed"}:  # --tokens and --batch were for the export; the passes are of one size
         return dataclasses.replace(asked, tokens=None, batch=None)
     return asked

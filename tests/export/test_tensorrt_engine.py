@@ -4,6 +4,8 @@ held as far as it goes without it: calls (tests/test_tensorrt_api.py), messages,
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import os
 import shutil
@@ -26,7 +28,7 @@ from pom_edge.bundle import Bundle
 from pom_edge.cli import app
 from pom_edge.compiling import EngineOptions, compile_bundle
 from pom_edge.errors import BundleError, GateError, InputError, MissingToolError
-from pom_edge.export import engine_process
+from pom_edge.export import engine_process, tensorrt_engine
 from pom_edge.export.engine_process import build_in_process
 from pom_edge.export.onnx_graph import Graph
 from pom_edge.export.tensorrt_engine import EngineJob, explain_failure, gemm_census
@@ -177,7 +179,9 @@ def test_an_engine_that_fails_leaves_the_bundle_that_was_there(tmp_path: Path, m
 
     monkeypatch.setattr(compiling, "build_in_process", refuse)
     monkeypatch.setattr(compiling, "find_spec", lambda name: object())
-    with pytest.raises(GateError, match="built nothing"):
+    with pytest.raises(
+        GateError, match=r"built nothing\na\.pom is as it was\. To keep the graphs .* --target onnx --precision fp16"
+    ):
         export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
     assert (out / "manifest.json").read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["a.pom"]
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
@@ -295,17 +299,13 @@ def test_a_precision_that_is_not_there_is_an_error(small: Path, tmp_path: Path) 
 
 
 @rtx
-def test_sizes_that_cannot_be(small: Path) -> None:
-    for sizes, message in (
-        ({"tokens": "1:2"}, "takes N or MIN:OPT:MAX"),
-        ({"compute_capability": ["8.7"]}, r"does not build for SM 87; it has 75, 80, 86"),
-        ({"compute_capability": ["ampere"]}, "expected a number as 8.6"),
-        ({"version_compatible": True}, "--version-compatible is for --target trt"),
-        ({"hardware_compatible": True}, "--hardware-compatible is for --target trt"),
-        ({"refit": True}, "one GPU only; give one --compute-capability"),
-    ):
-        with pytest.raises(InputError, match=message):
-            compile_bundle(small, ["rtx"], EngineOptions(("fp16",), **sizes), _no_step)  # type: ignore[arg-type]
+def test_what_is_refused_leaves_the_bundle(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is listed in tests/core/test_engine_options.py."""
+    monkeypatch.setattr(compiling, "find_gpus", lambda: GpuState([], None, "none"))
+    with pytest.raises(InputError, match="does not build for SM 87"):
+        compile_bundle(small, ["rtx"], EngineOptions(("fp16",), compute_capability=["8.7"]), _no_step)
+    missing = compile_bundle(small, ["rtx"], EngineOptions(("fp16",), refit=True), _no_step).missing
+    assert missing[0]["reason"].startswith("--refit: TensorRT-RTX needs a GPU") and "--refit" in missing[0]["run"]
     assert [each.target for each in Bundle.open(small).manifest.artifacts] == ["onnx"] * 3
 
 
@@ -397,6 +397,9 @@ def test_a_process_that_dies_is_a_message(small: Path, tmp_path: Path, monkeypat
         with pytest.raises(GateError, match=message) as caught:
             build_in_process(job, module=f"{name}_builder")
         assert name != "killed" or ("--workspace" in str(caught.value) and "low" in str(caught.value))
+    with pytest.raises(GateError, match="memory runs out") as caught:
+        build_in_process(dataclasses.replace(job, target="rtx"), module="killed_builder")
+    assert "timing cache" not in str(caught.value), "TensorRT-RTX has none"
     with pytest.raises((MissingToolError, GateError), match="TensorRT"):
         engine_process.build_in_process(job)  # no tensorrt here: an answer all the same
 
@@ -406,10 +409,23 @@ def test_running_out_of_memory_is_explained() -> None:
         ("WARNING", "Tactic Device request: 143MB Available: 112MB. Device memory is insufficient to use tactic."),
         ("ERROR", "Error Code 10: Internal Error (Could not find any implementation for node {ForeignNode[x]}.)"),
     ]
-    message = explain_failure("TensorRT", "10.3.0", lines)
+    message = explain_failure("trt", "10.3.0", lines)
     assert "143MB" in message and "ForeignNode" in message and "swap file instead of zram" in message
-    assert "swap" not in explain_failure("TensorRT", "10.3.0", [("ERROR", "something else")])
-    assert "JetPack" in explain_failure("TensorRT", "10.13.3", [("ERROR", "Target GPU SM 87 is not supported")])
+    assert "swap" not in explain_failure("trt", "10.3.0", [("ERROR", "something else")])
+    assert "JetPack" in explain_failure("trt", "10.13.3", [("ERROR", "Target GPU SM 87 is not supported")])
+    rtx_message = explain_failure("rtx", "1.7.1", lines, workspace=2 << 20)
+    assert "timing cache" not in rtx_message and "Kernels could take 2 MiB (--workspace" in rtx_message
+
+
+def test_a_full_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(job: EngineJob, say: Any) -> dict[str, Any]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/0.engine")
+
+    monkeypatch.setattr(tensorrt_engine, "build_engine", full)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(EngineJob("rtx", "a", "b", "fp16").to_json()))
+    assert tensorrt_engine.main() == 2
+    message = json.loads(capsys.readouterr().out)["value"]["message"]
+    assert "cannot write /tmp/0.engine: No space left" in message and "set TMPDIR" in message
 
 
 def test_findings_of_the_lint_stop_a_build(small: Path) -> None:
