@@ -35,6 +35,7 @@ from pom_edge.export.tensorrt_engine import EngineJob, explain_failure, gemm_cen
 from pom_edge.export.tensorrt_lint import find_illegal
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle, export_file
+from pom_edge.quantize.weights import weight_only
 from pom_edge.runtimes import check_bundle
 from pom_edge.runtimes.cuda_device import GpuState
 from tests.bundles import make_bundle
@@ -296,6 +297,23 @@ def test_a_precision_that_is_not_there_is_an_error(small: Path, tmp_path: Path) 
     shape = {"x": ([1, 16, 12],) * 3, "mask": ([1, 16],) * 3}
     with pytest.raises(GateError, match="int8 was asked for, and the network .* computes its GEMMs in float32 100%"):
         build_in_process(EngineJob("rtx", str(small / "parallel.fp32.onnx"), str(tmp_path / "e"), "int8", profile=shape))
+
+
+@rtx
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_blocks_of_int4_on_the_left_build(kind: type, tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7.1 ends with SIGSEGV without the Cast that `quantize.weights` writes."""
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((128, 64)).astype(kind), "w")
+    x, y = (helper.make_tensor_value_info(name, element, [1, rows, 49]) for name, rows in (("x", 64), ("y", 128)))
+    graph = helper.make_graph([helper.make_node("MatMul", ["w", "x"], ["y"], name="mix/MatMul_0")], "g", [x], [y], [weight])
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10))
+    weight_only(model, 4)
+    ir.save(model, tmp_path / "a.onnx")
+    facts = build_in_process(
+        EngineJob("rtx", str(tmp_path / "a.onnx"), str(tmp_path / "e"), "w4", compute_capabilities=("89",))
+    )
+    assert facts["census"] == {"int4 weights": 1.0}
 
 
 @rtx
