@@ -195,7 +195,9 @@ def export_command(
     version_compatible: Annotated[bool, typer.Option("--version-compatible", help="trt: for later versions; slower.")] = False,
     hardware_compatible: Annotated[bool, typer.Option("--hardware-compatible", help="trt: for other GPUs; slower.")] = False,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing bundle; in place: an engine of other shapes.")
+    ] = False,
     as_json: Json = False,
     show_version: Version = False,  # noqa: ARG001  # its callback prints
 ) -> None:

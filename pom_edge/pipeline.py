@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -293,7 +294,7 @@ def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Ste
         try:
             compiled = compile_bundle(report.bundle, targets, asked, step, whole=True)
         except GateError as error:
-            raise GateError(f"{error}\n{_not_kept(out, options, targets)}") from error
+            raise GateError(f"{error}\n{_not_kept(out, options, asked, targets)}") from error
         report = _add_compiled(report, compiled, start)
         for made in report.bundle.iterdir():
             os.rename(made, folder / made.name)
@@ -317,15 +318,15 @@ def _asked(options: ExportOptions, targets: Sequence[str], forms: set[str]) -> E
     return asked
 
 
-def _not_kept(out: Path, options: ExportOptions, targets: Sequence[str]) -> str:
+def _not_kept(out: Path, options: ExportOptions, asked: EngineOptions, targets: Sequence[str]) -> str:
     """After an engine that failed: what there is now, and how to keep the graphs next time."""
     state = "is as it was" if out.exists() else "was not written"
     precisions = " ".join(f"--precision {each}" for each in options.precisions_of(*options.targets))
     kept = " ".join(f"--target {each}" for each in options.targets if each not in targets) or "--target onnx"
-    engines = " ".join(f"--target {each}" for each in targets)
+    engines = " and ".join(f"pom-export {shlex.quote(out.name)} {asked.command(each)}" for each in targets)
     return (
-        f"{out.name} {state}. To keep the graphs and try engines again without exporting anew: pom-export with {kept} "
-        f"{precisions}, then pom-export {out.name} {engines}"
+        f"{out.name} {state}. To keep the graphs and try engines again without exporting anew: export with {kept} "
+        f"{precisions}, then {engines}"
     )
 
 

@@ -18,6 +18,7 @@ from pom_edge.pipeline import ExportOptions
 from tests.bundles import make_bundle
 from tests.engines import add_engine, edit_manifest
 
+DIGITS = Path(__file__).parents[2] / "demos" / "digits" / "model.pt"
 REFUSED = (
     (("rtx",), {"compute_capability": ("8.7",)}, "does not build for SM 87; it has 75, 80, 86"),
     (("rtx",), {"compute_capability": ("ampere",)}, "expected a number as 8.6"),
@@ -58,6 +59,14 @@ def test_in_place_every_option_of_an_export_is_refused(arguments: list[str], opt
     make_bundle(tmp_path / "a.pom")
     result = CliRunner().invoke(app, ["export", str(tmp_path / "a.pom"), "--target", "rtx", *arguments])
     assert result.exit_code == 2 and f"--{option} belongs to the export of a model" in " ".join(result.stderr.split())
+
+
+def test_bounds_that_a_model_of_one_size_has_no_axis_for(tmp_path: Path) -> None:
+    """Told after reading the model, not after exporting it."""
+    arguments = ["--target", "rtx", "--tokens", "1:64:512", "--out", str(tmp_path / "d.pom")]
+    result = CliRunner().invoke(app, ["export", str(DIGITS), *arguments])
+    assert result.exit_code == 2 and "this model has 49 tokens, whatever the engine" in " ".join(result.stderr.split())
+    assert "lint" not in result.stderr and not list(tmp_path.iterdir())
 
 
 def test_sizes_of_passes_are_refused(tmp_path: Path) -> None:

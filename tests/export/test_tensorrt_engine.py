@@ -137,7 +137,7 @@ def test_graph_and_engine_of_a_recurrent_model_share_a_bundle(tmp_path: Path) ->
     engine = opened.manifest.artifacts[-1]
     assert engine.token_axes and next(spec for spec in engine.inputs if spec.name == "state.count").shape == [1]
     assert next(spec for spec in engine.inputs if spec.name == "x").bounds["tokens"][0] == 1
-    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1), _no_step)
+    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1, overwrite=True), _no_step)
     assert next(spec for spec in made.artifacts[0].inputs if spec.name == "x").shape == [1, 1]
     assert check_bundle(report.bundle, artifact="recurrent.fp16.onnx").passed, "the graphs run as before"
 
@@ -432,7 +432,7 @@ def test_running_out_of_memory_is_explained() -> None:
     assert "swap" not in explain_failure("trt", "10.3.0", [("ERROR", "something else")])
     assert "JetPack" in explain_failure("trt", "10.13.3", [("ERROR", "Target GPU SM 87 is not supported")])
     rtx_message = explain_failure("rtx", "1.7.1", lines, workspace=2 << 20)
-    assert "timing cache" not in rtx_message and "Kernels could take 2 MiB (--workspace" in rtx_message
+    assert "timing cache" not in rtx_message and "Kernels could take 2.0 MiB (--workspace" in rtx_message
 
 
 def test_a_full_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
