@@ -5,8 +5,8 @@ Works on a copy. Needs tensorrt_rtx, and neither GPU nor driver: what is built i
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,13 +22,20 @@ def main(paths: list[str]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(shutil.copytree(path, Path(scratch) / path.name))
             graphs = [each for each in Bundle.open(copy).manifest.artifacts if each.target == "onnx"]
-            free = {dim for each in graphs for spec in each.inputs for dim in spec.shape if isinstance(dim, str)}
+            free = {
+                dim
+                for each in graphs
+                if each.stream is None
+                for spec in each.inputs
+                for dim in spec.shape
+                if isinstance(dim, str)
+            }
             for kind, sizes in SIZES.items():
                 asked = {axis: text for axis, text in sizes.items() if axis in free}
                 if kind == "dynamic" and not asked:
                     continue
                 precisions = tuple(dict.fromkeys(each.precision for each in graphs))
-                options = EngineOptions(precisions, tokens=asked.get("tokens"), batch=asked.get("batch"))
+                options = EngineOptions(precisions, tokens=asked.get("tokens"), batch=asked.get("batch"), overwrite=True)
                 for made in compile_bundle(copy, ["rtx"], options, lambda _: None).artifacts:
                     engine = made.engine or {}
                     size = sum((copy / file).stat().st_size for file in made.files)
@@ -41,4 +48,6 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_builds", description=__doc__.splitlines()[0])
+    parser.add_argument("bundles", nargs="+", metavar="BUNDLE.pom")
+    main(parser.parse_args().bundles)
