@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -423,11 +422,12 @@ def main() -> int:
     def tell(event: str, value: Any) -> None:
         print(json.dumps({"pom_edge": event, "value": value}), flush=True)
 
+    job = EngineJob.from_json(sys.stdin.read())
     try:
-        facts = build_engine(EngineJob.from_json(sys.stdin.read()), lambda text: tell("progress", text))
+        facts = build_engine(job, lambda text: tell("progress", text))
     except OSError as failure:  # the scratch folder is what a build writes into
         where = f"cannot write {failure.filename or 'the engine'}: {failure.strerror or failure}"
-        message = f"{where}; engines are built in {tempfile.gettempdir()}: free some space there, or set TMPDIR"
+        message = f"{where}; engines are built in {Path(job.engine).parent}: free some space there, or set TMPDIR"
         tell("error", {"kind": "InputError", "message": message})
         return InputError.exit_code
     except PomError as failure:

@@ -158,7 +158,7 @@ def print_export(report: ExportReport) -> None:
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
     for entry in report.missing:
-        place = _WHERE.get(entry["target"], "To make it").format(report.bundle.name)
+        place = _where(entry["target"], entry["reason"]).format(report.bundle.name)
         print(f"not made: {entry['target']}: {entry['reason']}. {place}:\n  {entry['run']}")
     bundle = shlex.quote(str(report.bundle) if not str(report.bundle).startswith("-") else f"./{report.bundle}")
     if not report.artifacts:
@@ -170,10 +170,11 @@ def print_export(report: ExportReport) -> None:
     print(f"  pom-edge run {bundle}{engines} --input inputs.npz --output outputs.npz")
 
 
-_WHERE = {  # what is missing can be made
-    "trt": "On the device, where a copy of {} lies, run",
-    "rtx": "Here, or where a copy of {} lies on another x86-64 machine, run",
-}
+def _where(target: str, reason: str) -> str:
+    """Where what is missing can be made."""
+    if target == "rtx" and "not installed" in reason:
+        return "Here, or where a copy of {} lies on another x86-64 machine, run"
+    return "On a machine that has it, where a copy of {} lies, run" if target in COMPILED else "To make it"
 
 
 def _speed(speedup: float | None) -> str:

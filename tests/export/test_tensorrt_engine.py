@@ -440,10 +440,10 @@ def test_a_full_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/0.engine")
 
     monkeypatch.setattr(tensorrt_engine, "build_engine", full)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(EngineJob("rtx", "a", "b", "fp16").to_json()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(EngineJob("rtx", "a", "/scratch/0.engine", "fp16").to_json()))
     assert tensorrt_engine.main() == 2
     message = json.loads(capsys.readouterr().out)["value"]["message"]
-    assert "cannot write /tmp/0.engine: No space left" in message and "set TMPDIR" in message
+    assert "cannot write /tmp/0.engine: No space left" in message and "built in /scratch: free some space there" in message
 
 
 def test_findings_of_the_lint_stop_a_build(small: Path) -> None:
