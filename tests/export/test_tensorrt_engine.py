@@ -185,6 +185,14 @@ def test_an_engine_that_fails_leaves_the_bundle_that_was_there(tmp_path: Path, m
     ):
         export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
     assert (out / "manifest.json").read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["a.pom"]
+
+    def interrupt(job: EngineJob, say: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "build_in_process", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=tmp_path / "fresh.pom")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pom"], "`interrupted; nothing was changed` is true"
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     report = export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
     assert report.missing[0]["run"] == "pip install 'pom-edge[rtx]' && pom-export a.pom --target rtx --precision fp16"
