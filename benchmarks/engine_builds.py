@@ -6,9 +6,9 @@ building process, its start included; unlike the other ones they mean something 
 
 from __future__ import annotations
 
+import argparse
 import resource
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -25,13 +25,20 @@ def main(paths: list[str]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(shutil.copytree(path, Path(scratch) / path.name))
             graphs = [each for each in Bundle.open(copy).manifest.artifacts if each.target == "onnx"]
-            free = {dim for each in graphs for spec in each.inputs for dim in spec.shape if isinstance(dim, str)}
+            free = {
+                dim
+                for each in graphs
+                if each.stream is None
+                for spec in each.inputs
+                for dim in spec.shape
+                if isinstance(dim, str)
+            }
             for kind, sizes in SIZES.items():
                 asked = {axis: text for axis, text in sizes.items() if axis in free}
                 if kind == "dynamic" and not asked:
                     continue
                 for precision in dict.fromkeys(each.precision for each in graphs):
-                    options = EngineOptions((precision,), tokens=asked.get("tokens"), batch=asked.get("batch"))
+                    options = EngineOptions((precision,), tokens=asked.get("tokens"), batch=asked.get("batch"), overwrite=True)
                     row(path.stem, copy, kind, options)
 
 
@@ -55,4 +62,6 @@ def cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_builds", description=__doc__.splitlines()[0])
+    parser.add_argument("bundles", nargs="+", metavar="BUNDLE.pom")
+    main(parser.parse_args().bundles)

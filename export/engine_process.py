@@ -14,7 +14,7 @@ from typing import Any
 
 from pom_edge import errors
 from pom_edge.errors import GateError, PomError
-from pom_edge.export.tensorrt_engine import REMEDIES, EngineJob
+from pom_edge.export.tensorrt_engine import EngineJob, remedies
 from pom_edge.runtimes.tensorrt_library import NAMES
 
 BUILDER = "pom_edge.export.tensorrt_engine"
@@ -70,7 +70,7 @@ def build_in_process(job: EngineJob, say: Callable[[str], None] | None = None, m
     if answer.get("pom_edge") == "error":
         kind: type[PomError] = getattr(errors, answer["value"]["kind"], GateError)
         raise kind(answer["value"]["message"])
-    raise GateError(_died(NAMES[job.target], code, last))
+    raise GateError(_died(job.target, code, last))
 
 
 def _event(line: str) -> dict[str, Any]:
@@ -82,17 +82,18 @@ def _event(line: str) -> dict[str, Any]:
     return event if isinstance(event, dict) else {}
 
 
-def _died(name: str, code: int, last: list[str]) -> str:
+def _died(target: str, code: int, last: list[str]) -> str:
+    name = NAMES[target]
     told = f" ({' | '.join(last)})" if last else ""
     if code == -signal.SIGKILL:
         return (
             f"the process that builds with {name} was killed by the system, which does so when memory runs out{told}. "
-            f"{REMEDIES}"
+            f"{remedies(target)}"
         )
     if code < 0:
         names = {each.value: each.name for each in signal.Signals}
         return (
-            f"{name} crashed while it built ({names.get(-code, code)}){told}; nothing of the bundle was changed. Build again; "
-            f"if it crashes again, another version of {name} or --optimization-level 2 may not"
+            f"{name} crashed while it built ({names.get(-code, code)}){told}. Build again; if it crashes again, another "
+            f"version of {name}, another --precision or --optimization-level 2 may not"
         )
     return f"the process that builds with {name} ended with {code} and no answer{told}"

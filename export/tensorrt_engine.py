@@ -22,18 +22,14 @@ from pom_edge.export.engine_census import gemm_census, require_precision
 from pom_edge.export.timing_cache import TimingCache
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
 from pom_edge.runtimes.tensorrt_library import NAMES, library_path, load_tensorrt, logger_of, starting, version_tuple
+from pom_edge.system import human_bytes
 
 STRONG_FROM = (10, 12)  # NVIDIA calls strong typing fully available from here
 MAX_ERRORS = 8
 SAY_SECONDS = 1.0
 INSPECTED = {"fp16": ("half", "fp16"), "bf16": ("bf16", "bfloat16"), "int8": ("int8",)}  # as inspectors spell types
-REMEDIES = (
-    "What helps: a smaller --workspace; --optimization-level 2; closing other programs and the desktop (a Jetson runs headless "
-    "with `sudo systemctl isolate multi-user.target`); a swap file instead of zram; building again, since the timing cache "
-    "keeps what was measured already"
-)
 
-__all__ = ["REMEDIES", "EngineJob", "build_engine", "explain_failure"]
+__all__ = ["EngineJob", "build_engine", "explain_failure", "remedies"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def build_engine(job: EngineJob, say: Any = None) -> dict[str, Any]:
     with timing:
         serialized = builder.build_serialized_network(network, config)
     if serialized is None:
-        raise GateError(explain_failure(NAMES[job.target], trt.__version__, logger.lines))
+        raise GateError(explain_failure(job.target, trt.__version__, logger.lines, job.workspace))
     seconds = time.perf_counter() - start
     Path(job.engine).write_bytes(serialized)
     facts = {
@@ -309,8 +305,27 @@ def _timing_file(trt: Any, job: EngineJob, gpu: GpuState | None) -> Path | None:
     return Path(job.timing_cache) / f"{job.cache_key[:16]}-{gpu.gpus[0].slug}-trt{trt.__version__}-{flags}.cache"
 
 
-def explain_failure(name: str, version: str, lines: list[tuple[str, str]]) -> str:
-    """Why a build gave nothing, from the library's log."""
+def remedies(target: str) -> str:
+    """What helps against want of memory."""
+    common = "What helps: a smaller --workspace; --optimization-level 2; closing other programs"
+    if target == "rtx":
+        return f"{common}; a swap file"
+    return (
+        f"{common} and the desktop (a Jetson runs headless with `sudo systemctl isolate multi-user.target`); a swap file "
+        "instead of zram; building again, since the timing cache keeps what was measured already"
+    )
+
+
+def explain_failure(target: str, version: str, lines: list[tuple[str, str]], workspace: int | None = None) -> str:
+    """Why a build gave nothing, from the library's log.
+
+    Args:
+        target: ``"trt"`` or ``"rtx"``.
+        version: of the library.
+        lines: the log, as (severity, text).
+        workspace: bytes that kernels could take; None where that was not limited.
+    """
+    name = NAMES[target]
     texts = [" ".join(text.split()) for _, text in lines]
     errors = [" ".join(text.split()) for kind, text in lines if kind != "WARNING"][-MAX_ERRORS:]
     memory = [
@@ -319,7 +334,9 @@ def explain_failure(name: str, version: str, lines: list[tuple[str, str]]) -> st
     told = "\n  ".join([*memory[:2], *errors]) or "no reason given"
     message = f"{name} {version} built nothing:\n  {told}"
     if memory or any("Could not find any implementation" in text for text in texts):
-        message += f"\nThis is how it looks when the builder runs out of memory. {REMEDIES}"
+        message += f"\nThis is how it looks when the builder runs out of memory. {remedies(target)}"
+    if workspace is not None:
+        message += f"\nKernels could take {human_bytes(workspace)} (--workspace, or the memory budget): more of it may help"
     if any("SM 87 is not supported" in text or "Target GPU SM" in text for text in texts):
         message += (
             "\nThis TensorRT does not build for this GPU (10.13.3 on Orin does not): use the TensorRT of the board's JetPack"
@@ -341,8 +358,14 @@ def main() -> int:
     def tell(event: str, value: Any) -> None:
         print(json.dumps({"pom_edge": event, "value": value}), flush=True)
 
+    job = EngineJob.from_json(sys.stdin.read())
     try:
-        facts = build_engine(EngineJob.from_json(sys.stdin.read()), lambda text: tell("progress", text))
+        facts = build_engine(job, lambda text: tell("progress", text))
+    except OSError as failure:  # the scratch folder is what a build writes into
+        where = f"cannot write {failure.filename or 'the engine'}: {failure.strerror or failure}"
+        message = f"{where}; engines are built in {Path(job.engine).parent}: free some space there, or set TMPDIR"
+        tell("error", {"kind": "InputError", "message": message})
+        return InputError.exit_code
     except PomError as failure:
         tell("error", {"kind": type(failure).__name__, "message": str(failure)})
         return failure.exit_code

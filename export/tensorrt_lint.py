@@ -35,6 +35,7 @@ SAME_TYPE = frozenset(
     {"Add", "Sub", "Mul", "Div", "MatMul", "Gemm", "Conv", "Concat", "Max", "Min", "Sum", "Pow", "LayerNormalization"}
 )
 CONSTANT_INPUTS = {"Clip": (1, 2), "ReduceMean": (1,), "ReduceSum": (1,), "ReduceMax": (1,), "CumSum": (1,)}
+PASSED_THROUGH = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Mul"})  # still crash
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 FLOATS = HALVES | {ir.DataType.FLOAT}
 
@@ -93,6 +94,25 @@ def scale_types(context: GraphContext) -> Iterator[Finding]:
             )
 
 
+def no_int4_blocks_on_the_left(context: GraphContext) -> Iterator[Finding]:
+    """Blocks of INT4 as a MatMul's left operand, without a Cast in between, crash the builder of TensorRT-RTX 1.7.1 (SIGSEGV).
+
+    ``quantize.weights`` writes the Cast. Those on the right build, and so do INT4 weights with one scale for each channel.
+    """
+    for node in graph_nodes(context.model):
+        made_by = node.inputs[0].producer() if node.op_type == "MatMul" and node.inputs[0] is not None else None
+        while made_by is not None and made_by.op_type in PASSED_THROUGH and made_by.inputs[0] is not None:
+            made_by = made_by.inputs[0].producer()
+        if made_by is None or made_by.op_type != "DequantizeLinear" or made_by.inputs[0] is None:
+            continue
+        if made_by.inputs[0].dtype == ir.DataType.INT4 and "block_size" in made_by.attributes:
+            yield Finding(
+                "trt-int4-left",
+                str(node.name),
+                "blocks of 4-bit weights on the left crash TensorRT-RTX 1.7; export the model again, or use --precision w8",
+            )
+
+
 RULES: tuple[Rule, ...] = (
     standard_domain,
     no_control_flow,
@@ -106,6 +126,7 @@ RULES: tuple[Rule, ...] = (
     constant_parameters,
     float_biases,
     scale_types,
+    no_int4_blocks_on_the_left,
 )
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pom_edge.errors import InputError
+from pom_edge.exchange import follow_umask
 
 FORMATS = (".npz", ".npy", ".safetensors")
 
@@ -86,6 +87,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
     try:
         write(temporary)
+        follow_umask(temporary)  # safetensors makes its files private
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

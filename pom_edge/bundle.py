@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pom_edge.errors import BundleError
-from pom_edge.exchange import recover, replaced_folder, writing_errors
+from pom_edge.exchange import follow_umask, recover, replaced_folder, writing_errors
 from pom_edge.generated import generate
 from pom_edge.manifest import (
     FORMAT,
@@ -51,6 +51,7 @@ from pom_edge.manifest import (
 
 MANIFEST = "manifest.json"
 GOLDEN = "golden.safetensors"
+COPY_ELSEWHERE = "copy the bundle to a folder that can be written"
 _UNSEALED = "0" * 64
 _DIGEST = re.compile(r'\n  "digest": "([0-9a-f]{64})"')  # of the manifest itself: two spaces deep
 
@@ -71,6 +72,7 @@ __all__ = [
     "SumSpec",
     "TensorSpec",
     "check_destination",
+    "check_extendable",
     "extend_bundle",
     "finish_bundle",
     "is_bundle",
@@ -89,11 +91,14 @@ class Bundle:
     Attributes:
         path: the folder.
         manifest: its manifest.
+        damaged: engines of which a file is missing or changed, and what is wrong with it. Nothing else needs them, and they
+            can be built again; all else that is damaged keeps a bundle from being opened.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, damaged: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.manifest = manifest
+        self.damaged = dict(damaged or {})
 
     @classmethod
     def open(cls, path: Path) -> Bundle:
@@ -109,19 +114,28 @@ class Bundle:
         edited = f"{path.name}/{MANIFEST} was changed after the export; copy the folder again, or export again"
         try:
             manifest = _parse(text, path)
-            cls._verify_files(path, manifest)
+            damaged = cls._verify_files(path, manifest)
         except BundleError as error:
             if intact:
                 raise
             raise BundleError(f"{edited}. (The first thing wrong: {error})") from error
         if not intact:
             raise BundleError(edited)
-        return cls(path, manifest)
+        return cls(path, manifest, damaged)
 
     @staticmethod
-    def _verify_files(path: Path, manifest: Manifest) -> None:
+    def _verify_files(path: Path, manifest: Manifest) -> dict[str, str]:
+        engines = {artifact.file: set(artifact.files) for artifact in manifest.artifacts if artifact.engine is not None}
+        others = {file for artifact in manifest.artifacts if artifact.engine is None for file in artifact.files} | {GOLDEN}
+        damaged: dict[str, str] = {}
         for entry in manifest.files:
-            _verify(path, entry)
+            try:
+                _verify(path, entry)
+            except _FileDamagedError as error:
+                owners = [file for file, files in engines.items() if entry.path in files - others]
+                if not owners:
+                    raise
+                damaged.update(dict.fromkeys(owners, str(error)))
         listed = {entry.path for entry in manifest.files}
         folders = {parent.as_posix() for file in listed for parent in PurePosixPath(file).parents}  # of Core ML packages
         for artifact in manifest.artifacts:
@@ -130,6 +144,7 @@ class Bundle:
                 raise BundleError(f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again")
         if manifest.golden and GOLDEN not in listed:
             raise BundleError(f"{path.name}: {GOLDEN} is not among the hashed files; export again")
+        return damaged
 
     def cases(self) -> Iterator[tuple[GoldenCase, dict[str, np.ndarray], dict[str, np.ndarray]]]:
         """Every golden case with its inputs and PyTorch's outputs.
@@ -172,7 +187,7 @@ def record_measurement(path: Path, measurement: Measurement) -> None:
     kept = [each for each in bundle.manifest.measurements if each.key != measurement.key]
     content = json.loads(text)
     content["measurements"] = [each.model_dump(mode="json") for each in (*kept, measurement)]
-    with writing_errors(path):
+    with writing_errors(path, COPY_ELSEWHERE):
         descriptor, name = tempfile.mkstemp(prefix=f".{MANIFEST}.", dir=path)
         try:
             with open(descriptor, "wb") as file:
@@ -207,9 +222,11 @@ def extend_bundle(bundle: Bundle, artifacts: Sequence[Artifact], made: Path) -> 
     kept = [artifact for artifact in bundle.manifest.artifacts if artifact.file not in replaced]
     needed = {file for artifact in kept for file in artifact.files} | {GOLDEN}
     entries = [entry for entry in bundle.manifest.files if entry.path in needed - fresh]
-    with replaced_folder(path) as folder:
+    with replaced_folder(path, COPY_ELSEWHERE) as folder:
+        lost = {file for artifact in kept if artifact.file in bundle.damaged for file in artifact.files}
         for entry in entries:
-            _place(path / entry.path, folder / entry.path)
+            if entry.path not in lost or (path / entry.path).exists():  # what is damaged stays so, and is said so
+                _place(path / entry.path, folder / entry.path)
         for file in sorted(fresh):
             _place(made / file, folder / file)
             entries.append(FileEntry(path=file, sha256=sha256_of(folder / file), bytes=(folder / file).stat().st_size))
@@ -220,10 +237,20 @@ def extend_bundle(bundle: Bundle, artifacts: Sequence[Artifact], made: Path) -> 
             raise BundleError(f"{path.name} was changed by another process in the meantime; run the command again")
 
 
+def check_extendable(path: Path) -> None:
+    """Refuse before minutes of building what could not be put into a bundle at the end.
+
+    Raises:
+        InputError: the place cannot be written.
+    """
+    with writing_errors(path, COPY_ELSEWHERE):
+        _check_parent(_destination(path).parent)
+
+
 def _place(source: Path, target: Path) -> None:
     """The same file under another name, without a second copy where the file system can."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with writing_errors(target):
+    with writing_errors(target, COPY_ELSEWHERE):
         try:
             os.link(source, target)
         except OSError:
@@ -283,6 +310,10 @@ def _parse(text: str, path: Path) -> Manifest:
         raise BundleError(f"{path.name}/{MANIFEST}: {where}: {first['msg']}; export the model again") from error
 
 
+class _FileDamagedError(BundleError):
+    """One file is not what the manifest says; the bundle itself is no trap."""
+
+
 def _verify(folder: Path, entry: FileEntry) -> None:
     """Path, existence, size and hash of one file, in this order."""
     pure = PurePosixPath(entry.path)
@@ -290,18 +321,20 @@ def _verify(folder: Path, entry: FileEntry) -> None:
         raise BundleError(f"{folder.name}: the manifest lists {entry.path!r}, which leaves the folder; do not use this bundle")
     path = folder / pure
     if not path.is_file():
-        raise BundleError(f"{folder.name}: {entry.path} is missing; copy the whole folder again, or export again")
+        raise _FileDamagedError(f"{folder.name}: {entry.path} is missing; copy the whole folder again, or export again")
     if folder.resolve() not in path.resolve().parents:
         raise BundleError(f"{folder.name}: {entry.path} is a link out of the folder; do not use this bundle")
     size = path.stat().st_size
     if size != entry.bytes:
-        raise BundleError(f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again")
+        raise _FileDamagedError(f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again")
     try:
         found = sha256_of(path)
     except OSError as error:
-        raise BundleError(f"{folder.name}: {entry.path} cannot be read: {error.strerror}; check its permissions") from error
+        raise _FileDamagedError(
+            f"{folder.name}: {entry.path} cannot be read: {error.strerror}; check its permissions"
+        ) from error
     if found != entry.sha256:
-        raise BundleError(
+        raise _FileDamagedError(
             f"{folder.name}: {entry.path} was changed after the export (sha256 differs); copy the folder again, or export again"
         )
 
@@ -385,6 +418,7 @@ def finish_bundle(folder: Path, fields: Mapping[str, Any], golden: Mapping[str, 
     """
     with writing_errors(folder):
         save_file({key: np.array(array, order="C") for key, array in golden.items()}, folder / GOLDEN)
+        follow_umask(folder / GOLDEN)  # safetensors makes it private
         files = [
             FileEntry(path=path.relative_to(folder).as_posix(), sha256=sha256_of(path), bytes=path.stat().st_size)
             for path in sorted(folder.rglob("*"))

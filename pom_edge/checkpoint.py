@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pom_edge.errors import CheckpointError, InputError
 from pom_edge.examples import load_example
-from pom_edge.exchange import writing_errors
+from pom_edge.exchange import follow_umask, writing_errors
 from pom_edge.filecontent import Stored, pickled_module, read_content
 from pom_edge.fileformat import identify
 from pom_edge.imports import call_named
@@ -208,6 +208,7 @@ def save_checkpoint(
                 tensors |= {} if labels is None else {"labels": labels.cpu().contiguous()}
                 metadata = {"format": FORMAT, "version": str(VERSION), "config": json.dumps(config.to_dict())}
                 save_file(tensors, temporary, {**metadata, "class_names": json.dumps(names)})
+                follow_umask(temporary)  # safetensors makes it private
             else:
                 content = {"format": FORMAT, "version": VERSION, "config": config.to_dict(), "state_dict": state}
                 with temporary.open("wb") as file:

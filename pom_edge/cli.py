@@ -42,6 +42,7 @@ Threads = Annotated[int | None, typer.Option(help="Threads for the runtime; defa
 
 
 _CLICK_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")  # typer hides it
+_ABORT: Any = typer.Abort  # what click makes of a Ctrl-C
 
 
 def _reported(command: F) -> F:
@@ -194,7 +195,9 @@ def export_command(
     version_compatible: Annotated[bool, typer.Option("--version-compatible", help="trt: for later versions; slower.")] = False,
     hardware_compatible: Annotated[bool, typer.Option("--hardware-compatible", help="trt: for other GPUs; slower.")] = False,
     out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing bundle; in place: an engine of other shapes.")
+    ] = False,
     as_json: Json = False,
     show_version: Version = False,  # noqa: ARG001  # its callback prints
 ) -> None:
@@ -390,7 +393,10 @@ def memory(
 @_reported
 def bench_command(
     bundle: Bundle,
-    tokens: Annotated[str, typer.Option(help="Lengths, with commas.")] = "256,1024,4096",
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Lengths, with commas.  [default: 256,1024,4096, or the length that artifacts are fixed at]"),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
     rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = 15,
     floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES: exit 1 where a row is below.")] = None,
@@ -406,7 +412,7 @@ def bench_command(
     with Progress(quiet=as_json) as progress:
         report = bench(
             bundle,
-            [_number(part, "--tokens", int) for part in tokens.split(",")],
+            None if tokens is None else [_number(part, "--tokens", int) for part in tokens.split(",")],
             batch,
             runtime=runtime or "ort",
             threads=threads,
@@ -557,6 +563,11 @@ def _run(command: typer.Typer, name: str) -> None:
         message = f"{text}{'' if text.endswith('?') else '.'} See: {path} --help"
         try:
             _fail(message, error.exit_code, "--json" in sys.argv)
+        except typer.Exit as leave:
+            code = leave.exit_code
+    except (KeyboardInterrupt, _ABORT):  # before a command began, which answers by itself
+        try:
+            _interrupted("--json" in sys.argv)
         except typer.Exit as leave:
             code = leave.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pom_edge.bundle import GOLDEN, Artifact, Bundle, StreamSpec, extend_bundle
+from pom_edge.bundle import GOLDEN, Artifact, Bundle, StreamSpec, check_extendable, extend_bundle
+from pom_edge.engine_options import COMPILED, DEFAULT_CAPABILITIES, OPT_IN, EngineOptions, rebuild_command
 from pom_edge.engine_sizes import choose_sizes, engine_spec, profile
 from pom_edge.errors import GateError, InputError, MissingToolError
 from pom_edge.export.engine_census import require_precision
@@ -25,14 +27,12 @@ from pom_edge.export.tensorrt_engine import EngineJob
 from pom_edge.extent import Extent
 from pom_edge.jetson import find_jetson, known_bad
 from pom_edge.runtimes.cuda_device import find_gpus
+from pom_edge.runtimes.cuda_memory import cuda_missing
 from pom_edge.runtimes.tensorrt_library import MODULES, short_version
 from pom_edge.system import human_bytes, memory_bytes
 
-COMPILED = ("trt", "rtx")
 DEFAULT_PRECISION = "fp16"
-DEFAULT_CAPABILITIES = ("86", "89")  # the RTX 30 and 40 series, where no GPU is at hand to ask
 BUILT = "built, not run"
-OPT_IN = ("refit", "version_compatible", "hardware_compatible")
 REPORTS = "reports"
 MISSING = {
     "trt": "TensorRT is not installed here. It comes with JetPack on a Jetson; engines are built on the device that runs them",
@@ -44,35 +44,6 @@ Step = Callable[[str], None]
 __all__ = ["COMPILED", "Compiled", "EngineOptions", "compile_bundle"]
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to build, as on the command line (docs/tensorrt.md)."""
-
-    precisions: Sequence[str] = ()  # empty: fp16
-    form: str | None = None
-    tokens: str | int | None = None
-    batch: str | int | None = None
-    compute_capability: Sequence[str] = ()
-    workspace: int | None = None
-    optimization_level: int | None = None
-    refit: bool = False
-    version_compatible: bool = False
-    hardware_compatible: bool = False
-
-    def command(self, target: str) -> str:
-        """The arguments that ask for the same on another machine."""
-        parts = ["--target", target]
-        for name in ("precisions", "compute_capability"):
-            for value in getattr(self, name):
-                parts += [f"--{'precision' if name == 'precisions' else 'compute-capability'}", str(value)]
-        for option, value in (("--tokens", self.tokens), ("--batch", self.batch), ("--workspace", self.workspace)):
-            parts += [] if value is None else [option, str(value)]
-        if self.optimization_level is not None:
-            parts += ["--optimization-level", str(self.optimization_level)]
-        parts += [f"--{name.replace('_', '-')}" for name in OPT_IN if getattr(self, name)]
-        return " ".join(map(shlex.quote, parts))
-
-
 @dataclass
 class Compiled:
     """What came of it."""
@@ -82,7 +53,7 @@ class Compiled:
     notes: list[str] = field(default_factory=list)
 
 
-def compile_bundle(path: Path, targets: Sequence[str], options: EngineOptions, step: Step) -> Compiled:
+def compile_bundle(path: Path, targets: Sequence[str], options: EngineOptions, step: Step, whole: bool = False) -> Compiled:
     """Build engines and put them into the bundle.
 
     Args:
@@ -90,62 +61,112 @@ def compile_bundle(path: Path, targets: Sequence[str], options: EngineOptions, s
         targets: ``"trt"``, ``"rtx"``.
         options: how.
         step: called with the name of each step.
+        whole: stop at the first engine that fails; otherwise the others are built and put into the bundle.
 
     Returns:
         The new artifacts, and what is missing here. Where something is missing the bundle is complete up to there.
 
     Raises:
         InputError: the bundle lacks what was asked for; says how to export it again.
-        GateError: TensorRT does not take the graph, or the engine is not the model.
+        GateError: TensorRT does not take the graph, or the engine is not the model. Engines that were built beside one that
+            failed are in the bundle.
     """
+    options.check(targets)
+    check_extendable(path)
     bundle = Bundle.open(path)
     result = Compiled()
-    with tempfile.TemporaryDirectory(prefix="pom-edge-") as scratch:
-        for target in targets:
-            if target == "rtx":
-                _check_rtx(options)
-            sources = _sources(bundle, target, options)
-            for source in sources:
-                _check_legal(source)
+    plans = []
+    for target in dict.fromkeys(targets):  # all that can be refused, before the first engine is built
+        sources = _sources(bundle, target, options)
+        sizes = {source.file: choose_sizes(bundle, source, options.tokens, options.batch) for source in sources}
+        for source in sources:
+            _check_legal(source)
+            _check_replaced(bundle, source, target, sizes[source.file][0], options)
+        plans.append((target, sources, sizes))
+    failed: list[str] = []
+    with _scratch() as scratch:
+        for target, sources, sizes in plans:
             reason = _not_here(target, options)
-            if reason is None:
+            for source in sources if reason is None else []:
                 try:
-                    result.artifacts += [
-                        _compile(bundle, source, target, options, Path(scratch), step, result) for source in sources
-                    ]
+                    result.artifacts.append(
+                        _compile(bundle, source, target, options, sizes[source.file], scratch, step, result)
+                    )
                 except MissingToolError as error:
                     reason = str(error)
+                    break
+                except GateError as error:
+                    if whole:
+                        raise
+                    failed.append(str(error))
             if reason is not None:
                 run = f"{INSTALL[target]}pom-export {shlex.quote(bundle.path.resolve().name)} {options.command(target)}"
                 result.missing.append({"target": target, "reason": reason, "run": run})
         if result.artifacts:
             step("put the engines into the bundle")
-            extend_bundle(bundle, result.artifacts, Path(scratch))
+            extend_bundle(bundle, result.artifacts, scratch)
+    if failed:
+        made = ", ".join(artifact.file for artifact in result.artifacts)
+        raise GateError("\n".join(failed) + (f"\nBuilt and put into {bundle.path.name} all the same: {made}" if made else ""))
     return result
 
 
-def _check_rtx(options: EngineOptions) -> None:
-    """What TensorRT-RTX 1.7 takes, answers with a warning or an assertion, and does not do (seen).
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for what is half done.
 
     Raises:
-        InputError: naming the option.
+        InputError: there is no place for temporary files.
     """
-    for name in ("version_compatible", "hardware_compatible"):
-        if getattr(options, name):
-            raise InputError(
-                f"--{name.replace('_', '-')} is for --target trt; a TensorRT-RTX engine is for the version that built it and "
-                "the GPUs of --compute-capability"
-            )
-    if options.refit and len(_capabilities(options)) > 1:
-        raise InputError("--refit: TensorRT-RTX builds such an engine for one GPU only; give one --compute-capability")
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="pom-edge-")
+    except OSError as error:
+        raise InputError(f"there is no place for temporary files ({error.strerror}); free some space, or set TMPDIR") from error
+    with folder as name:
+        yield Path(name)
 
 
 def _not_here(target: str, options: EngineOptions) -> str | None:
     if find_spec(MODULES[target]) is None:
         return MISSING[target]
     if target == "rtx" and options.refit and not find_gpus().gpus:
-        return "with --refit TensorRT-RTX needs a GPU to build, and there is none here"
+        return (
+            "--refit: TensorRT-RTX needs a GPU to build an engine whose weights can be replaced, and there is none here; leave "
+            "--refit out, or build where the GPU is"
+        )
     return None
+
+
+def _check_replaced(bundle: Bundle, source: Artifact, target: str, sizes: Mapping[str, Extent], options: EngineOptions) -> None:
+    """An engine of other shapes is not replaced unasked.
+
+    Raises:
+        InputError: there is one for the same GPUs; says both shapes.
+    """
+    here = find_gpus().gpus
+    for found in bundle.manifest.artifacts:
+        facts = found.engine or {}
+        if found.target != target or facts.get("source") != source.file or options.overwrite or found.file in bundle.damaged:
+            continue
+        if target == "rtx" and list(facts.get("compute_capabilities", ())) != list(_capabilities(options)):
+            continue  # another file
+        if target == "trt" and (not here or facts.get("gpu") != here[0].name):
+            continue
+        if facts.get("shapes") != _shapes(sizes):
+            again = rebuild_command(bundle.path.name, target, found.form, found.precision, facts)
+            raise InputError(
+                f"{bundle.path.name} holds {found.file} for {_say(facts.get('shapes'))}, and this one would be for "
+                f"{_say(_shapes(sizes))}; --overwrite replaces it, and the same shapes again are: {again}"
+            )
+
+
+def _shapes(sizes: Mapping[str, Extent]) -> dict[str, list[int | None]]:
+    return {axis: [extent.minimum, extent.optimum, extent.maximum] for axis, extent in sizes.items()}
+
+
+def _say(shapes: Any) -> str:
+    listed = [f"{axis} {':'.join(map(str, lengths))}" for axis, lengths in (shapes or {}).items()]
+    return ", ".join(listed) or "sizes of the graph"
 
 
 def _sources(bundle: Bundle, target: str, options: EngineOptions) -> list[Artifact]:
@@ -159,7 +180,7 @@ def _sources(bundle: Bundle, target: str, options: EngineOptions) -> list[Artifa
         sorted({f"{each.form} in {each.precision}" for each in bundle.manifest.artifacts if each.target == "onnx"})
     )
     found = []
-    for precision in options.precisions or (DEFAULT_PRECISION,):
+    for precision in dict.fromkeys(options.precisions or (DEFAULT_PRECISION,)):
         fitting = [each for each in graphs if each.precision == precision]
         if not fitting:
             form = options.form or (graphs[0].form if graphs else "parallel")
@@ -188,10 +209,17 @@ def _check_legal(source: Artifact) -> None:
 
 
 def _compile(
-    bundle: Bundle, source: Artifact, target: str, options: EngineOptions, scratch: Path, step: Step, result: Compiled
+    bundle: Bundle,
+    source: Artifact,
+    target: str,
+    options: EngineOptions,
+    chosen: tuple[dict[str, Extent], str],
+    scratch: Path,
+    step: Step,
+    result: Compiled,
 ) -> Artifact:
     """One artifact: all of its graphs, built and checked."""
-    sizes, note = choose_sizes(bundle, source, options.tokens, options.batch)
+    sizes, note = chosen
     graphs = [source.file] if source.stream is None else [each.file for each in source.stream.passes]
     capabilities = _capabilities(options) if target == "rtx" else ()
     workspace, tactic = _memory(options)
@@ -276,13 +304,14 @@ def _artifact(
         "jetpack": None if jetson is None else jetson.jetpack,
         "source": source.file,
         "source_sha256": bundle.sha256(source.file),
-        "shapes": {axis: [extent.minimum, extent.optimum, extent.maximum] for axis, extent in sizes.items()},
+        "shapes": _shapes(sizes),
         "seconds": [each["seconds"] for each in facts],
         "peak_bytes": [each["peak_bytes"] for each in facts if each["peak_bytes"]],
         "device_memory_bytes": [each["device_memory_bytes"] for each in facts if "device_memory_bytes" in each],
         "layers": [each["layers"] for each in facts],
         "timing_cache": first["timing_cache"],
         **{name: True for name in OPT_IN if getattr(options, name)},
+        **{name: value for name in ("workspace", "optimization_level") if (value := getattr(options, name)) is not None},
     }
     return source.model_copy(
         update={
@@ -313,8 +342,8 @@ def _verified(bundle: Bundle, artifact: Artifact, scratch: Path, step: Step, res
         GateError: the engine is not the model.
     """
     gpus = find_gpus()
-    if not gpus.gpus or find_spec("cuda") is None:
-        why = gpus.reason or "cuda-python is not installed (pip install 'pom-edge[trt]')"
+    why = gpus.reason or cuda_missing()
+    if why:
         result.notes.append(f"{artifact.file}: {BUILT}: {why}")
         return artifact
     from pom_edge.runtimes.checking import check_session
@@ -372,19 +401,9 @@ def _name(graph: str, variant: str) -> str:
 
 
 def _capabilities(options: EngineOptions) -> tuple[str, ...]:
-    """``8.6``, ``sm86`` and ``86`` are the same; the GPU of this machine where none is named.
-
-    Raises:
-        InputError: not of that form.
-    """
-    wanted = []
-    for text in options.compute_capability:
-        number = str(text).lower().removeprefix("sm").replace(".", "").replace("_", "")
-        if not number.isdigit():
-            raise InputError(f"--compute-capability is {text!r}; expected a number as 8.6, 86 or sm86 (repeatable)")
-        wanted.append(number)
+    """Those of --compute-capability; else the GPU of this machine, else the two most common generations."""
     here = [gpu.compute_capability.replace(".", "") for gpu in find_gpus().gpus]
-    return tuple(dict.fromkeys(wanted or here[:1] or DEFAULT_CAPABILITIES))
+    return options.capabilities() or tuple(here[:1]) or DEFAULT_CAPABILITIES
 
 
 def _memory(options: EngineOptions) -> tuple[int | None, int | None]:

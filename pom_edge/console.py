@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from rich.status import Status
 from rich.table import Table
 
+from pom_edge.engine_options import COMPILED
 from pom_edge.system import human_bytes
 
 if TYPE_CHECKING:
@@ -157,11 +158,23 @@ def print_export(report: ExportReport) -> None:
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
     for entry in report.missing:
-        print(f"not made: {entry['target']}: {entry['reason']}. Copy {report.bundle.name} there and run:\n  {entry['run']}")
+        place = _where(entry["target"], entry["reason"]).format(report.bundle.name)
+        print(f"not made: {entry['target']}: {entry['reason']}. {place}:\n  {entry['run']}")
     bundle = shlex.quote(str(report.bundle) if not str(report.bundle).startswith("-") else f"./{report.bundle}")
+    if not report.artifacts:
+        return
     print(f"exported in {report.seconds:.1f} s. Next:")
-    print(f"  pom-edge check {bundle}")
-    print(f"  pom-edge run {bundle} --input inputs.npz --output outputs.npz")
+    runtimes = {artifact.target for artifact in report.artifacts}
+    engines = f" --runtime {min(runtimes)}" if runtimes <= set(COMPILED) else ""  # graphs may have no runtime here
+    print(f"  pom-edge check {bundle}{engines}")
+    print(f"  pom-edge run {bundle}{engines} --input inputs.npz --output outputs.npz")
+
+
+def _where(target: str, reason: str) -> str:
+    """Where what is missing can be made."""
+    if target == "rtx" and "not installed" in reason:
+        return "Here, or where a copy of {} lies on another x86-64 machine, run"
+    return "On a machine that has it, where a copy of {} lies, run" if target in COMPILED else "To make it"
 
 
 def _speed(speedup: float | None) -> str:
@@ -204,6 +217,10 @@ def print_check(report: CheckReport) -> None:
             print(f"first layer that diverges: {artifact.diverges}")
         for test in artifact.vacuous:
             print(f"the gate is vacuous: it does not notice {test}")
+    for file, reason in report.skipped.items():
+        print(f"not checked: {file}: {reason}")
+    for file, reason in report.damaged.items():
+        print(f"damaged: {file}: {reason}")
     print("passed" if report.passed else "failed")
 
 

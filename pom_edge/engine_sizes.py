@@ -17,15 +17,24 @@ __all__ = ["choose_sizes", "engine_spec", "profile"]
 def choose_sizes(
     bundle: Bundle, source: Artifact, tokens: str | int | None, batch: str | int | None
 ) -> tuple[dict[str, Extent], str]:
-    """How long each free axis is: as asked for, else fixed at one sample of the example's size.
+    """How long each free axis is: as asked for, else as the export bounded it, else fixed at one sample of the example's size.
 
     TensorRT is up to three times slower with free shapes (TensorRT#976), so they are opt-in. A recurrent graph takes chunks of
     any length up to the longest golden one, tuned for one token.
 
     Returns:
         An extent by axis, and a note that says what was chosen.
+
+    Raises:
+        InputError: sizes that the graph does not take, or that it has no axis for.
     """
     if source.stream is not None:
+        given = [f"--{axis}" for axis, value in ((TOKENS, tokens), (BATCH, batch)) if value is not None]
+        if given:
+            raise InputError(
+                f"{', '.join(given)}: the passes of {source.file} have fixed shapes, and take runs of any length in chunks of "
+                f"{source.stream.chunk} tokens; leave it out, or export the model again with another --batch or --chunk"
+            )
         return {}, ""
     example = _example_sizes(bundle, source)
     asked = {BATCH: Extent.parse(batch, "--batch"), TOKENS: Extent.parse(tokens, "--tokens")}
@@ -38,8 +47,10 @@ def choose_sizes(
             low, high = spec.bounds.get(dim, (1, None))
             extent = asked.get(dim, Extent())
             if extent.maximum is None:
-                extent = _default(dim, source, bundle, example, low, high)
-                chosen.append(f"{dim} {extent.minimum}" + ("" if extent.fixed else f" to {extent.maximum}"))
+                extent = _default(dim, source, bundle, example, spec)
+                chosen.append(
+                    f"{dim} {extent.minimum}" + ("" if extent.fixed else f" to {extent.maximum}, usually {extent.optimum}")
+                )
             if extent.minimum < low or (high is not None and (extent.maximum or 0) > high):
                 raise InputError(f"--{dim} asks for {extent.minimum} to {extent.maximum}; {source.file} takes {low} to {high}")
             sizes[dim] = extent
@@ -56,11 +67,15 @@ def _fixed_at(source: Artifact, axis: str, extent: Extent) -> bool:
     return extent.fixed and any(len(spec.shape) > position and spec.shape[position] == extent.minimum for spec in source.inputs)
 
 
-def _default(dim: str, source: Artifact, bundle: Bundle, example: Mapping[str, int], low: int, high: int | None) -> Extent:
-    if dim == TOKENS and source.form == "recurrent":
-        longest = max((chunk for case in bundle.manifest.golden for chunk in case.chunks), default=1)
-        return Extent(low, low, min(longest, high or longest))
-    length = max(low, 1) if dim == BATCH else max(low, min(example.get(dim, low), high or MAX_DEFAULT))
+def _default(dim: str, source: Artifact, bundle: Bundle, example: Mapping[str, int], spec: TensorSpec) -> Extent:
+    low, high = spec.bounds.get(dim, (1, None))
+    recurrent = dim == TOKENS and source.form == "recurrent"
+    usual = spec.usual.get(dim, low if recurrent or dim == BATCH else example.get(dim, low))
+    if high is not None:  # the export was told
+        return Extent(low, min(max(usual, low), high), high)
+    if recurrent:
+        return Extent(low, low, max((chunk for case in bundle.manifest.golden for chunk in case.chunks), default=1))
+    length = max(low, 1) if dim == BATCH else max(low, min(example.get(dim, low), MAX_DEFAULT))
     return Extent(length, length, length)
 
 

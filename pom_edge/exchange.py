@@ -22,12 +22,16 @@ from pom_edge.errors import InputError
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
-__all__ = ["recover", "replace_file", "replaced_folder", "writing_errors"]
+__all__ = ["follow_umask", "recover", "replace_file", "replaced_folder", "writing_errors"]
 
 
 @contextlib.contextmanager
-def writing_errors(path: Path) -> Iterator[None]:
+def writing_errors(path: Path, remedy: str = "choose another --out") -> Iterator[None]:
     """Turn a refusal of the file system into one clear error.
+
+    Args:
+        path: what is written.
+        remedy: what helps where the place itself cannot be written.
 
     Raises:
         InputError: the disk is full, the place is not writable, the name is taken.
@@ -38,11 +42,11 @@ def writing_errors(path: Path) -> Iterator[None]:
         reasons = {
             errno.ENOSPC: "the disk is full; free some space",
             errno.EDQUOT: "the disk quota is used up; free some space",
-            errno.EACCES: "no permission to write there; choose another --out",
-            errno.EPERM: "no permission to write there; choose another --out",
-            errno.EROFS: "the file system is read-only; choose another --out",
+            errno.EACCES: f"no permission to write there; {remedy}",
+            errno.EPERM: f"no permission to write there; {remedy}",
+            errno.EROFS: f"the file system is read-only; {remedy}",
             errno.ENOENT: "the folder to write into does not exist; create it first",
-            errno.ENOTDIR: "a part of the path is a file; choose another --out",
+            errno.ENOTDIR: f"a part of the path is a file; {remedy}",
         }
         code = error.errno if error.errno is not None else -1
         reason = reasons.get(code, error.strerror or str(error))
@@ -55,21 +59,25 @@ def writing_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
+def replaced_folder(path: Path, remedy: str = "choose another --out") -> Iterator[Path]:
     """A new folder beside ``path`` that takes its place when the block ends well; otherwise it is removed.
+
+    Args:
+        path: the folder.
+        remedy: what helps where the place cannot be written.
 
     Raises:
         InputError: the place cannot be written.
     """
-    with writing_errors(path):
+    with writing_errors(path, remedy):
         for stale in path.parent.glob(f".{glob.escape(path.name)}.new-*"):
             if _abandoned(stale):
                 shutil.rmtree(stale, ignore_errors=True)  # what a killed run left behind
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-{os.getpid()}-", dir=path.parent))
     try:
         yield folder
-        with writing_errors(path):
-            os.chmod(folder, 0o777 & ~_umask())  # mkdtemp makes it private
+        with writing_errors(path, remedy):
+            follow_umask(folder, 0o777)  # mkdtemp makes it private
             _sync(folder)
             _put_in_place(folder, path)
     finally:
@@ -154,6 +162,11 @@ def _sync(folder: Path) -> None:
         if file.is_file():
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
+
+
+def follow_umask(path: Path, mode: int = 0o666) -> None:
+    """Permissions as those of any file that a program makes."""
+    os.chmod(path, mode & ~_umask())
 
 
 def _umask() -> int:

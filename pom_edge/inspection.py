@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 from pom_edge.bundle import Bundle, is_bundle
 from pom_edge.errors import InputError, MissingToolError
 from pom_edge.jetson import find_jetson, known_bad
-from pom_edge.runtimes.cuda_device import find_gpus
+from pom_edge.runtimes.cuda_device import GpuState, find_gpus
+from pom_edge.runtimes.cuda_memory import cuda_missing
 from pom_edge.runtimes.tensorrt_library import MODULES, NAMES, library_path, load_tensorrt
 from pom_edge.system import memory_bytes
 
@@ -24,10 +26,12 @@ NEEDS = {
     "report": (("matplotlib", "onnxruntime"), "pip install 'pom-edge[report]'"),
     "coreml": (("torch", "coremltools"), "pip install 'pom-edge[export,coreml]'"),
     "check --layers": (("onnx", "onnxruntime"), "pip install 'pom-edge[export]'"),
-    "engines for RTX GPUs (rtx)": (("tensorrt_rtx",), "pip install 'pom-edge[rtx]'"),
-    "engines (trt)": (("tensorrt",), "JetPack's python3-libnvinfer on a Jetson, else pip install 'pom-edge[trt]'"),
-    "run engines": (("cuda",), "pip install 'pom-edge[trt]' (on a Jetson: 'pom-edge[jetson]')"),
 }
+ENGINES = {  # target, and the line that installs its compiler
+    "engines for RTX GPUs (rtx)": ("rtx", "pip install 'pom-edge[rtx]'"),
+    "engines (trt)": ("trt", "JetPack's python3-libnvinfer on a Jetson, else pip install 'pom-edge[trt]'"),
+}
+NOT_INSTALLED = "not installed"
 
 __all__ = ["describe", "diagnose", "machine_facts"]
 
@@ -66,7 +70,8 @@ def describe(path: Path, ranges: bool = False) -> dict[str, Any]:
 def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
     if not is_bundle(path):
         raise InputError(f"{path} is a folder without manifest.json; expected a .pom bundle or a checkpoint file")
-    manifest = Bundle.open(path).manifest
+    bundle = Bundle.open(path)
+    manifest = bundle.manifest
     tokens = next((s for a in manifest.artifacts for i in a.inputs for s in i.shape if s == "tokens"), None)
     return {
         "name": manifest.name,
@@ -100,6 +105,7 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
                 "remainder": artifact.remainder,
                 "quantization": artifact.quantization,
                 **({} if artifact.engine is None else {"engine": artifact.engine}),
+                **({"damaged": bundle.damaged[artifact.file]} if artifact.file in bundle.damaged else {}),
                 "notes": artifact.notes,
             }
             for artifact in manifest.artifacts
@@ -116,23 +122,24 @@ def describe_trtexec(path: Path, artifact: str | None, raw: Path | None) -> dict
     from pom_edge.trtexec import trtexec_lines, write_raw
 
     bundle = Bundle.open(path)
-    fitting = [each for each in bundle.manifest.artifacts if each.target in ("onnx", "trt")]
+    fitting = [each for each in bundle.manifest.artifacts if each.target in ("onnx", "trt") and each.file not in bundle.damaged]
     found = [each for each in fitting if artifact in (None, each.file)]
     if not found:
         listed = ", ".join(each.file for each in fitting) or "none"
         raise InputError(f"{path.name} has no artifact {artifact or 'for trtexec'}; trtexec takes {listed}")
+    trtexec_lines(bundle, found[0])  # what it does not take is told before anything is written
     facts: dict[str, Any] = {"name": bundle.manifest.name, "artifact": found[0].file}
-    facts.update({f"TensorRT {version}": line for version, line in trtexec_lines(bundle, found[0]).items()})
-    if raw is not None:
-        facts["raw"] = write_raw(bundle, found[0], raw)
-    return facts
+    files, loaded = ([], "") if raw is None else write_raw(bundle, found[0], raw)
+    facts.update({f"TensorRT {version}": line for version, line in trtexec_lines(bundle, found[0], loaded).items()})
+    return facts if raw is None else {**facts, "raw": files, "loads": loaded or "no golden case fits these shapes as it is"}
 
 
 def diagnose() -> dict[str, dict[str, Any]]:
     """Facts about this machine: versions, processor, memory, and what each step is missing."""
     runtimes = ("onnxruntime", "onnxruntime-gpu", "coremltools", "cuda-python")
     packages = ("pom-edge", "torch", "onnx", "onnxscript", *runtimes, "numpy")
-    jetson = find_jetson()
+    jetson, found = find_jetson(), find_gpus()
+    libraries = {target: _library(target) for target in NAMES}
     return {
         "machine": {
             **machine_facts(),
@@ -140,10 +147,13 @@ def diagnose() -> dict[str, dict[str, Any]]:
             "memory": _memory(),
             "free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
         },
-        "GPU": _gpu_facts(),
+        "GPU": _gpu_facts(found, libraries),
         **({} if jetson is None else {"Jetson": jetson.to_dict()}),
         "packages": {name: _version(name) for name in packages},
-        "can do": {step: _missing(modules, line) for step, (modules, line) in NEEDS.items()},
+        "can do": {
+            **{step: _missing(modules, line) for step, (modules, line) in NEEDS.items()},
+            **_engine_steps(found, libraries),
+        },
     }
 
 
@@ -157,23 +167,45 @@ def machine_facts() -> dict[str, str]:
     }
 
 
-def _gpu_facts() -> dict[str, str]:
+def _gpu_facts(found: GpuState, libraries: Mapping[str, Any]) -> dict[str, str]:
     """The driver's answer, and every TensorRT: version, library path, and whether it is one that is known to fail."""
-    found = find_gpus()
     gpus = [f"{gpu.name}, compute capability {gpu.compute_capability}" for gpu in found.gpus]
     facts = {"GPU": "; ".join(gpus) or f"none: {found.reason}", "CUDA of the driver": found.cuda or "none"}
-    for target, name in NAMES.items():
-        if find_spec(MODULES[target]) is None:
-            facts[name] = "not installed"
-            continue
-        try:
-            trt = load_tensorrt(target)
-        except MissingToolError as error:
-            facts[name] = str(error)
+    for target, trt in libraries.items():
+        if isinstance(trt, str):
+            facts[NAMES[target]] = trt
             continue
         bad = known_bad(trt.__version__, found.gpus[0].name if found.gpus else None) if target == "trt" else None
-        facts[name] = f"{trt.__version__}, {library_path(trt) or 'library not found'}{f'; {bad}' if bad else ''}"
+        facts[NAMES[target]] = f"{trt.__version__}, {library_path(trt) or 'library not found'}{f'; {bad}' if bad else ''}"
     return facts
+
+
+def _library(target: str) -> Any:
+    """The module, or why there is none."""
+    if find_spec(MODULES[target]) is None:
+        return NOT_INSTALLED
+    try:
+        return load_tensorrt(target)
+    except MissingToolError as error:
+        return str(error)
+
+
+def _engine_steps(found: GpuState, libraries: Mapping[str, Any]) -> dict[str, str]:
+    """Building and running engines: ready where library, driver, GPU and cuda-python answered; being listed is not enough."""
+    why = dict.fromkeys(libraries, "")
+    for target, line in ENGINES.values():
+        found_library = libraries[target]
+        if isinstance(found_library, str):
+            why[target] = f"missing {MODULES[target]}; run: {line}" if found_library == NOT_INSTALLED else found_library
+    gpu = "" if found.gpus else f"no GPU: {found.reason}"
+    steps = {}
+    for step, (target, _) in ENGINES.items():
+        reason = why[target] or (gpu if target == "trt" else "")  # TensorRT-RTX builds without one
+        steps[step] = reason or "ready"
+    usable = [NAMES[target] for target, reason in why.items() if not reason]
+    lacking = [reason for reason in ("" if usable else "no TensorRT that can be imported", gpu, cuda_missing()) if reason]
+    steps["run engines"] = "; ".join(lacking) or f"ready ({', '.join(usable)})"
+    return steps
 
 
 def _missing(modules: tuple[str, ...], install: str) -> str:

@@ -33,12 +33,13 @@ def _one_of(value: str, known: tuple[str, ...]) -> str:
 
 
 class TensorSpec(_Model):
-    """A graph input or output: free axes are names, and may have bounds."""
+    """A graph input or output: free axes are names, and may have bounds and a usual length."""
 
     name: str
     dtype: str
     shape: list[int | str]
     bounds: dict[str, tuple[int, int | None]] = Field(default_factory=dict)
+    usual: dict[str, int] = Field(default_factory=dict)  # the OPT of MIN:OPT:MAX, for which engines are tuned
     values: tuple[int, int] | None = None  # of indices into a table: runtimes take -1 for its last row, and say nothing
 
     @field_validator("dtype")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.coreml import check_coreml
+from pom_edge.engine_options import EngineOptions
 from pom_edge.errors import InputError
 from pom_edge.metric import Metric
 from pom_edge.runtimes.parity import GATES_DB, MAX_SNR_DB
@@ -65,6 +66,11 @@ class ExportOptions:
         """What targets are made in: what was asked for, else what each of them has by default."""
         return tuple(dict.fromkeys(self.precisions or [DEFAULT_PRECISION.get(target, "fp32") for target in targets]))
 
+    def engines(self, precisions: Sequence[str] = ()) -> EngineOptions:
+        """Those that say how engines are built."""
+        names = set(EngineOptions.__dataclass_fields__) - {"precisions"}
+        return EngineOptions(tuple(precisions), **{name: getattr(self, name) for name in names})
+
     def check(self) -> None:
         """Refuse what this version does not make.
 
@@ -86,8 +92,7 @@ class ExportOptions:
             unknown = [value for value in asked if value not in known]
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
-        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
-            raise InputError(f"--optimization-level is {self.optimization_level}; expected 0 to 5")
+        self.engines().check(self.targets)
         if self.calibration is not None and "int8" not in self.precisions:
             raise InputError("--calibration is for --precision int8; the other precisions need no data")
         if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
@@ -100,6 +105,10 @@ class ExportOptions:
             )
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
+        if "int8" not in self.precisions and (self.observer, self.int8_weights) != (OBSERVERS[1], INT8_WEIGHTS[0]):
+            raise InputError("--observer and --int8-weights are for --precision int8; leave them out")
+        if self.deployment_target != "iOS17" and "coreml" not in self.targets:
+            raise InputError("--minimum-deployment-target is for --target coreml; leave it out")
         if self.stateful and "coreml" not in self.targets:
             raise InputError("--stateful is for --target coreml")
         if "coreml" in self.targets:

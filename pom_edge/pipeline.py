@@ -23,6 +23,7 @@ from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.coreml import build_coreml, coreml_options, missing_coreml
+from pom_edge.engine_options import COMPILED
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
@@ -89,8 +90,8 @@ def export_file(path: Path, options: ExportOptions, out: Path | None = None, pro
 
 def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Step) -> ExportReport:
     """The export, and the targets that are compiled from its artifacts; both in place in one step, or neither."""
-    from pom_edge.compiling import COMPILED, compile_bundle
-    from pom_edge.engines import add_compiled, engine_options
+    from pom_edge.compiling import compile_bundle
+    from pom_edge.engines import add_compiled, after_export, how_to_keep
 
     targets = [target for target in options.targets if target in COMPILED]
     if not targets:
@@ -98,8 +99,12 @@ def _with_engines(subject: Subject, options: ExportOptions, out: Path, step: Ste
     with write_bundle(out, options.overwrite) as folder:
         report = export_in_budget(subject, options, folder / out.resolve().name, step)
         start = time.perf_counter()
-        asked = engine_options(options, options.precisions_of(*targets))
-        report = add_compiled(report, compile_bundle(report.bundle, targets, asked, step), start)
+        asked = after_export(options, targets, {artifact.form for artifact in report.artifacts})
+        try:
+            compiled = compile_bundle(report.bundle, targets, asked, step, whole=True)
+        except GateError as error:
+            raise GateError(f"{error}\n{how_to_keep(out, options, asked, targets)}") from error
+        report = add_compiled(report, compiled, start)
         for made in report.bundle.iterdir():
             os.rename(made, folder / made.name)
         report.bundle.rmdir()

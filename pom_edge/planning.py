@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pom_edge.coreml import fix_axes
+from pom_edge.engine_options import COMPILED
 from pom_edge.errors import InputError
 from pom_edge.options import ExportOptions
 from pom_edge.outcome import Step
@@ -127,6 +128,10 @@ def _check_tokens(plan: Plan, options: ExportOptions, tokens: Extent) -> None:
         raise SizeError(
             f"--tokens is {options.tokens}; in the {plan.form} form this model has {plan.tokens} tokens (inputs of one size: "
             f"{shapes}). Leave --tokens out, or give an --example of another size where the model takes it."
+        )
+    if plan.tokens is not None and not tokens.fixed and options.tokens is not None and set(options.targets) & set(COMPILED):
+        raise InputError(
+            f"--tokens is {options.tokens}; this model has {plan.tokens} tokens, whatever the engine: leave --tokens out"
         )
     if plan.image is not None and plan.tokens is None and options.tokens is not None and options.memory_budget is None:
         raise InputError("--tokens bounds sequences; this model takes images of any size in the streamed form: leave it out")

@@ -81,7 +81,7 @@ def weight_only(
             continue
         key = f"{source.name}/{reduced}"
         if key not in stored:
-            entry, stored[key] = _store(model, node, source, reduced, own, clip)
+            entry, stored[key] = _store(model, node, source, reduced, own, clip, left=node.op_type == "MatMul" and index == 0)
             report.append(entry)
         node.replace_input_with(index, stored[key])
     if any(entry.bits == 4 for entry in report):
@@ -143,7 +143,7 @@ def _weights(model: ir.Model) -> Iterator[tuple[ir.Node, int, int]]:
 
 
 def _store(
-    model: ir.Model, node: ir.Node, source: ir.Value, reduced: int, bits: int, clip: bool
+    model: ir.Model, node: ir.Node, source: ir.Value, reduced: int, bits: int, clip: bool, left: bool
 ) -> tuple[StoredWeight, ir.Value]:
     assert source.const_value is not None
     weight = source.const_value.numpy()
@@ -157,7 +157,10 @@ def _store(
     rows = whole if channel == 0 else whole.t()  # (channels, weights of one)
     blocks = rows.reshape(-1, BLOCK if bits == 4 else along)
     scales = channel_scales(blocks, 0, limit, clip, low)
-    if weight.dtype == np.float16:
+    # Blocks of INT4 on the left of a MatMul crash the builder of TensorRT-RTX 1.7.1 (SIGSEGV); with a Cast between they build.
+    between = bits == 4 and left
+    scale_type = np.dtype({np.float32: np.float16, np.float16: np.float32}[weight.dtype.type] if between else weight.dtype)
+    if np.float16 in (weight.dtype, scale_type):
         scales = scales.half().float().clamp(min=2.0**-24)
     integers = (blocks / scales.unsqueeze(1)).round().clamp(low, limit)
     again = (integers * scales.unsqueeze(1)).reshape(rows.shape)
@@ -165,7 +168,7 @@ def _store(
     snr = 10 * np.log10(float((rows.double() ** 2).sum()) / noise) if noise else float("inf")
     whole_numbers = integers.reshape(rows.shape)
     numbers = np.ascontiguousarray((whole_numbers if channel == 0 else whole_numbers.t()).numpy())
-    per_row = scales.reshape(rows.shape[0], -1).numpy().astype(weight.dtype)
+    per_row = scales.reshape(rows.shape[0], -1).numpy().astype(scale_type)
     attributes = {"axis": channel}
     if bits == 4:
         per_row = np.ascontiguousarray(per_row if channel == 0 else per_row.T)
@@ -173,8 +176,10 @@ def _store(
     else:
         per_row = per_row.reshape(-1)
     made = _dequantize(model, node, source, numbers, per_row, bits, attributes)
+    if between:
+        made = _cast(model, node, made, source)
     if flat.shape != weight.shape:
-        made = _reshape(model, node, made, weight.shape, str(source.name))
+        made = _reshape(model, node, made, weight.shape, source)
     return StoredWeight(str(source.name), str(node.name), bits, round(float(snr), 2), note), made
 
 
@@ -209,13 +214,20 @@ def _dequantize(
         add_constant(model, ir.Tensor(scales), f"{source.name}_scale"),
     ]
     made = ir.node("DequantizeLinear", inputs, attributes, name=_beside(node, "DequantizeLinear", source))
-    return _insert(model, node, made, f"{source.name}_float", source.type, numbers.shape)
+    kind_of_float = ir.TensorType(ir.DataType.FLOAT16 if scales.dtype == np.float16 else ir.DataType.FLOAT)
+    return _insert(model, node, made, f"{source.name}_float", kind_of_float, numbers.shape)
 
 
-def _reshape(model: ir.Model, node: ir.Node, value: ir.Value, shape: tuple[int, ...], name: str) -> ir.Value:
-    wanted = add_constant(model, ir.Tensor(np.array(shape, np.int64)), f"{name}_shape")
-    made = ir.node("Reshape", [value, wanted], name=str(value.producer().name).replace("DequantizeLinear", "Reshape"))  # type: ignore[union-attr]
-    return _insert(model, node, made, f"{name}_reshaped", value.type, shape)
+def _cast(model: ir.Model, node: ir.Node, value: ir.Value, source: ir.Value) -> ir.Value:
+    """The weight in the graph's own type."""
+    made = ir.node("Cast", [value], {"to": int(source.dtype)}, name=_beside(node, "Cast", source))  # type: ignore[arg-type]
+    return _insert(model, node, made, f"{source.name}_cast", source.type, tuple(value.shape or ()))  # type: ignore[arg-type]
+
+
+def _reshape(model: ir.Model, node: ir.Node, value: ir.Value, shape: tuple[int, ...], source: ir.Value) -> ir.Value:
+    wanted = add_constant(model, ir.Tensor(np.array(shape, np.int64)), f"{source.name}_shape")
+    made = ir.node("Reshape", [value, wanted], name=_beside(node, "Reshape", source))
+    return _insert(model, node, made, f"{source.name}_reshaped", value.type, shape)
 
 
 def _beside(node: ir.Node, kind: str, source: ir.Value) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -91,7 +91,7 @@ class BenchReport:
 
 def bench(
     path: str | PathLike[str],
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] | None = None,
     batch: int = 1,
     *,
     runtime: str = "ort",
@@ -105,7 +105,8 @@ def bench(
 
     Args:
         path: the ``.pom`` folder.
-        tokens: lengths; those that an artifact does not take are left out for it.
+        tokens: lengths; those that an artifact does not take are left out for it. None: 256, 1024 and 4096, and the lengths at
+            which artifacts are fixed.
         batch: sequences.
         runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
         rounds: timed; two more warm up.
@@ -117,11 +118,11 @@ def bench(
         InputError: no artifact takes any of the lengths, or an unknown floor.
     """
     unknown = sorted(set(floor or {}) - {"snr", "ratio"})
-    if unknown or rounds < 1 or min(tokens, default=0) < 1 or batch < 1:
+    if unknown or rounds < 1 or min(TOKENS if tokens is None else tokens, default=0) < 1 or batch < 1:
         raise InputError(
             f"--floor {', '.join(unknown)} is unknown; expected snr=DB, ratio=TIMES"
             if unknown
-            else f"tokens {list(tokens)}, batch {batch}, rounds {rounds}: expected at least 1 of each"
+            else f"tokens {list(tokens or [])}, batch {batch}, rounds {rounds}: expected at least 1 of each"
         )
     step = progress or (lambda _: None)
     bundle = Bundle.open(Path(path))
@@ -135,7 +136,8 @@ def bench(
             for artifact in bundle.manifest.artifacts
             if artifact.file in fitting and (runtime in ENGINES or "not run" not in artifact.verified)
         }
-        for length in dict.fromkeys(tokens):
+        lengths = _default_lengths(session.artifact for session in sessions.values()) if tokens is None else tokens
+        for length in dict.fromkeys(lengths):
             inputs = {}
             for file, session in sessions.items():
                 arrays = _fitting(session, length, batch)
@@ -151,8 +153,26 @@ def bench(
                     _row(sessions[file], length, batch, taken, seconds, None if peak is None else peak.total_bytes, found)
                 )
     if not rows:
-        raise InputError(f"no artifact of {bundle.path.name} runs here with {list(tokens)} tokens and batch {batch}")
+        raise InputError(f"no artifact of {bundle.path.name} runs here with {list(lengths)} tokens and batch {batch}")
     return BenchReport(machine or {}, round(statistics.median(rates) / 1e9, 1), rows, _missed(rows, floor or {}))
+
+
+def _default_lengths(artifacts: Iterable[Artifact]) -> list[int]:
+    """What is usual, cut to what artifacts take, and their own number where they have one."""
+    found: set[int] = set()
+    for artifact in artifacts:
+        own = [artifact.tokens] if artifact.tokens else _fixed(artifact)
+        highs = [high for spec in artifact.inputs for dim, (_, high) in spec.bounds.items() if dim == "tokens" and high]
+        found |= set(own or ({min(length, *highs) for length in TOKENS} if highs else TOKENS))
+    return sorted(found or TOKENS)
+
+
+def _fixed(artifact: Artifact) -> list[int]:
+    """The token count of an export with --tokens N; a recurrent chunk's length says nothing about a run's."""
+    if artifact.form != "parallel":
+        return []
+    first = artifact.inputs[0]
+    return [n for n in first.shape[1:2] if isinstance(n, int) and len(first.shape) < 4]
 
 
 def _fitting(session: Session, tokens: int, batch: int) -> dict[str, np.ndarray] | None:

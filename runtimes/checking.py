@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pom_edge.bundle import Bundle
-from pom_edge.errors import BundleError, InputError
+from pom_edge.engine_options import COMPILED
+from pom_edge.errors import BundleError, InputError, MissingExtraError
 from pom_edge.metric import Metric
 from pom_edge.runtimes.fitting import run_fitting
 from pom_edge.runtimes.layers import first_divergence
@@ -68,19 +69,27 @@ class ArtifactCheck:
 
 @dataclass
 class CheckReport:
-    """The result of a check."""
+    """The result of a check.
+
+    Attributes:
+        damaged: engines of which a file is missing or changed, and what is wrong.
+        skipped: artifacts that a package missing here would run, and the line that installs it.
+    """
 
     bundle: str
     artifacts: list[ArtifactCheck]
+    damaged: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        """Every artifact passed; checking none is no pass."""
-        return bool(self.artifacts) and all(artifact.passed for artifact in self.artifacts)
+        """Every artifact passed and none is damaged; checking none is no pass."""
+        return bool(self.artifacts) and all(artifact.passed for artifact in self.artifacts) and not self.damaged
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values (docs/cli.md)."""
-        return {"passed": self.passed, "artifacts": [artifact.to_dict() for artifact in self.artifacts]}
+        artifacts = [artifact.to_dict() for artifact in self.artifacts]
+        return {"passed": self.passed, "artifacts": artifacts, "damaged": self.damaged, "skipped": self.skipped}
 
 
 def check_session(session: Session, layers: bool = False, metric: Metric | None = None) -> CheckReport:
@@ -141,15 +150,28 @@ def check_bundle(
     """Open and check a bundle; arguments as in :func:`open_session` and :func:`check_session`.
 
     Every artifact that the runtime could execute is checked, unless one is named; without a runtime, every graph and package
-    that one here could. Engines belong to one kind of GPU: they are checked where their runtime is named.
+    that one here could. Engines belong to one kind of GPU: they are checked where their runtime is named. An engine that is
+    damaged is reported beside what else was checked, and so is an artifact whose runtime takes a package that is missing here.
     """
     files: list[str | None] = [artifact]
+    damaged: dict[str, str] = {}
     if artifact is None:
         bundle = Bundle.open(Path(path))
+        targets = COMPILED if runtime is None else (runtime,)
+        broken = [a for a in bundle.manifest.artifacts if a.file in bundle.damaged and a.target in targets]
+        damaged = {each.file: bundle.damaged[each.file] for each in broken}
         runtimes = [name for name, module in ANYWHERE.items() if find_spec(module)] if runtime is None else [runtime]
         files = [file for name in runtimes for file in fitting_artifacts(bundle, name)] or files  # none: the session says why
-    reports = []
+    reports, skipped = [], dict[str, MissingExtraError]()
     for file in files:
-        with open_session(Path(path), runtime=runtime, artifact=file, threads=threads) as session:
-            reports.append(check_session(session, layers=layers, metric=metric))
-    return CheckReport(reports[0].bundle, [each for report in reports for each in report.artifacts])
+        try:
+            with open_session(Path(path), runtime=runtime, artifact=file, threads=threads) as session:
+                reports.append(check_session(session, layers=layers, metric=metric))
+        except MissingExtraError as error:
+            if file is None or file == artifact:
+                raise
+            skipped[file] = error
+    if not reports:
+        raise next(iter(skipped.values()))
+    checks = [each for report in reports for each in report.artifacts]
+    return CheckReport(reports[0].bundle, checks, damaged, {file: str(error) for file, error in skipped.items()})

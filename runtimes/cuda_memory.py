@@ -12,7 +12,7 @@ from pom_edge.system import human_bytes
 
 ALIGNMENT = 256
 
-__all__ = ["Cuda", "DeviceBuffer"]
+__all__ = ["Cuda", "DeviceBuffer", "cuda_missing"]
 
 
 class Cuda:
@@ -126,6 +126,15 @@ def _import() -> Any:
                 "'pom-edge[jetson]')"
             ) from error
     return runtime
+
+
+def cuda_missing() -> str:
+    """Why cuda-python does not work here; empty where it does."""
+    try:
+        _import()
+    except MissingToolError as error:
+        return str(error)
+    return ""
 
 
 def _checked(answer: Any, size: int | None = None) -> Any:

@@ -10,22 +10,70 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pom_edge.bundle import Artifact, Bundle
+from pom_edge.engine_options import rebuild_command
 from pom_edge.errors import BundleError, MissingToolError
 from pom_edge.runtimes.cuda_device import Gpu
 from pom_edge.runtimes.tensorrt_library import NAMES, library_path, version_tuple
 
 AMPERE = 80  # hardware-compatible engines are built for this compute capability and all later ones
 
-__all__ = ["check_binding", "deserialise"]
+__all__ = ["check_binding", "check_facts", "deserialise"]
 
 
-def check_binding(target: str, facts: Mapping[str, Any], bundle: str, version: str, gpus: Sequence[Gpu]) -> None:
+def check_facts(bundle: Bundle, artifact: Artifact) -> None:
+    """What the manifest says of an engine must fit the bundle: seen without a library and without a GPU.
+
+    Raises:
+        BundleError: built by another compiler, from another graph or from none that is known, or in shapes that are none.
+    """
+    facts, name = artifact.engine, NAMES[artifact.target]
+    if facts is None:
+        raise BundleError(f"{artifact.file}: the manifest does not say what built it; build it again")
+    wrong = _first_wrong(bundle, artifact, facts, name)
+    if wrong:
+        command = rebuild_command(bundle.path.name, artifact.target, artifact.form, artifact.precision, facts)
+        raise BundleError(f"{artifact.file}: {wrong}; build it again: {command}")
+
+
+def _first_wrong(bundle: Bundle, artifact: Artifact, facts: Mapping[str, Any], name: str) -> str | None:
+    if facts.get("compiler") != name:
+        return f"it was built by {facts.get('compiler') or 'an unknown compiler'}, and {artifact.target} is {name}"
+    if not version_tuple(str(facts.get("version") or "")):
+        return f"the manifest does not say which version of {name} built it"
+    if not isinstance(facts.get("compute_capabilities"), list):
+        return "the manifest does not say which GPUs it was built for"
+    source = str(facts.get("source"))
+    if any(each.file == source for each in bundle.manifest.artifacts) and facts.get("source_sha256") != bundle.sha256(source):
+        return f"it was not built from the {source} that the bundle holds"
+    shapes = facts.get("shapes")
+    if not isinstance(shapes, Mapping):
+        return "the manifest does not say for which shapes it was built"
+    for axis, lengths in shapes.items():
+        if not _is_extent(lengths):
+            return f"{axis} of {lengths!r} is no MIN, OPT, MAX"
+        for spec in artifact.inputs:
+            if axis in spec.shape and tuple(spec.bounds.get(axis, ())) != (lengths[0], lengths[2]):
+                return f"input {spec.name!r} and the engine differ in {axis}: {spec.bounds.get(axis)} and {lengths}"
+    return None
+
+
+def _is_extent(lengths: Any) -> bool:
+    return (
+        isinstance(lengths, list)
+        and len(lengths) == 3
+        and all(type(each) is int and each >= 1 for each in lengths)
+        and lengths == sorted(lengths)
+    )
+
+
+def check_binding(target: str, facts: Mapping[str, Any], rebuild: str, version: str, gpus: Sequence[Gpu]) -> None:
     """An engine belongs to a version and a GPU: look before a native parser sees it (ultralytics#18730, TensorRT#2195).
 
     Args:
         target: ``"trt"`` or ``"rtx"``.
         facts: the manifest's facts.
-        bundle: its name, for the command that mends it.
+        rebuild: the command that builds the same for the machine where it runs.
         version: of the library here.
         gpus: of this machine.
 
@@ -33,18 +81,17 @@ def check_binding(target: str, facts: Mapping[str, Any], bundle: str, version: s
         BundleError: it was built for another version or GPU.
         MissingToolError: there is no GPU.
     """
-    name = NAMES[target]
-    command = f"pom-export {bundle} --target {target}"
-    mend = f"build it for this machine: {command}"
+    name, mend = NAMES[target], f"build it for this machine: {rebuild}"
+    built = ", ".join(facts["compute_capabilities"])
     if facts["version"] != version and not (facts.get("version_compatible") and _is_later(version, facts["version"])):
         raise BundleError(f"the engine was built by {name} {facts['version']}, and here is {name} {version}; {mend}")
     if not gpus:
         raise MissingToolError(
-            f"the engine needs an NVIDIA GPU, and there is none here; where there is one, {command} builds it anew"
+            f"the engine needs an NVIDIA GPU of compute capability {built} ({facts['gpu'] or 'no GPU in particular'}), and "
+            "there is none here; copy the bundle to a machine that has one"
         )
     here = gpus[0].compute_capability.replace(".", "")
     if here not in facts["compute_capabilities"] and not (facts.get("hardware_compatible") and int(here) >= AMPERE):
-        built = ", ".join(facts["compute_capabilities"])
         raise BundleError(
             f"the engine was built for compute capability {built} ({facts['gpu'] or 'no GPU in particular'}), and here is "
             f"{gpus[0].name} with {here}; {mend}"

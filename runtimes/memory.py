@@ -281,7 +281,7 @@ class MemoryReport:
             spill=spill,
             threads=threads,
             machine=dict(machine),
-            runtime=f"onnxruntime {require('onnxruntime', 'export').__version__}",
+            runtime=f"onnxruntime {require('onnxruntime', 'ort').__version__}",
             recorded=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             predicted=self.predicted.to_dict(),
             measured=measured,

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
-from pom_edge.errors import BundleError, InputError, MissingToolError, PomError, require
+from pom_edge.errors import BundleError, InputError, MissingExtraError, MissingToolError, PomError, require
 from pom_edge.runtimes.processor import int8_saturates
 from pom_edge.runtimes.session import Session
 from pom_edge.system import human_bytes, trim_heap
@@ -39,13 +40,26 @@ def without_spinning() -> Iterator[None]:
         _spinning = before
 
 
+def _library(provider: str) -> Any:
+    """The module, which two wheels share.
+
+    Raises:
+        MissingExtraError: neither is installed; names the one that has the provider.
+    """
+    if provider != PROVIDER and find_spec("onnxruntime") is None:
+        raise MissingExtraError(
+            f"onnxruntime-gpu is not installed, and {provider} is part of it. Run: pip install onnxruntime-gpu"
+        )
+    return require("onnxruntime", "ort")
+
+
 @functools.cache
 def _register_arena() -> None:
     """One arena for all sessions of this process: each would keep a peak of its own otherwise.
 
     It grows by what is asked for, not to the next power of two.
     """
-    ort = require("onnxruntime", "export")
+    ort = require("onnxruntime", "ort")
     place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(place, ort.OrtArenaCfg({"arena_extend_strategy": 1}))
 
@@ -76,7 +90,7 @@ def native_session(
         MissingToolError: the wheel that is installed has no such provider.
         InputError: the provider that runs is not the one asked for.
     """
-    ort = require("onnxruntime", "export")
+    ort = _library(provider)
     options = ort.SessionOptions()
     options.enable_mem_pattern = False
     options.enable_mem_reuse = False
@@ -127,7 +141,7 @@ class OnnxRuntimeSession(Session):
     ) -> None:
         super().__init__(bundle, artifact, spill)
         self._provider = PROVIDERS[runtime]
-        self._version = require("onnxruntime", "export").__version__
+        self._version = _library(self._provider).__version__
         files = [artifact.file] if artifact.stream is None else [step.file for step in artifact.stream.passes]
         self._natives: list[Any] = []
         for file in files:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle, PassSpec, StreamSpec, TensorSpec
-from pom_edge.errors import InputError
+from pom_edge.engine_options import rebuild_command
+from pom_edge.errors import BundleError, InputError
 from pom_edge.runtimes.stepping import COUNT, Execute, empty_state, is_state, load_state, next_state, run_chunks, save_state
 from pom_edge.runtimes.streamed import Feed, Progress, run_passes, run_stream
 from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, check_folder
@@ -432,6 +433,9 @@ def _runtime_of(bundle: Bundle, name: str | None) -> str:
         files = fitting_artifacts(bundle, runtime)
         if files and name in (None, *files):
             return runtime
+    kind = next((each for each in bundle.manifest.artifacts if each.file == name), None)
+    if kind is not None and kind.file in bundle.damaged:
+        return kind.target
     return RUNTIMES[0]  # says what there is
 
 
@@ -447,9 +451,9 @@ def check_spill(folder: Path, artifact: Artifact) -> None:
 
 
 def fitting_artifacts(bundle: Bundle, runtime: str) -> list[str]:
-    """Files of the artifacts that a runtime could execute."""
+    """Files of the artifacts that a runtime could execute; damaged ones are none of them."""
     extension, target = KINDS.get(runtime, ("", None))
-    artifacts = bundle.manifest.artifacts
+    artifacts = [a for a in bundle.manifest.artifacts if a.file not in bundle.damaged]
     return [a.file for a in artifacts if extension and a.file.endswith(extension) and target in (None, a.target)]
 
 
@@ -457,12 +461,28 @@ def select_artifact(bundle: Bundle, extension: str, name: str | None, target: st
     """The artifact to run: by name, or the first with the runtime's extension, and of its target where several share one.
 
     Raises:
-        InputError: none, or none of that name.
+        InputError: none, or none of that name; says what there is, and for which runtime.
+        BundleError: an engine of which a file is missing or changed.
     """
-    fitting = [artifact for artifact in bundle.manifest.artifacts if artifact.file.endswith(extension)]
-    found = [artifact for artifact in fitting if name in (None, artifact.file) and target in (None, artifact.target)]
-    if not found:
-        files = ", ".join(artifact.file for artifact in bundle.manifest.artifacts) or "none"
-        wanted = f"no artifact {name!r}" if name else f"no {extension} artifact"
-        raise InputError(f"{bundle.path.name} has {wanted}; it holds {files}")
-    return found[0]
+    artifacts = bundle.manifest.artifacts
+    fitting = [each for each in artifacts if each.file.endswith(extension) and target in (None, each.target)]
+    found = [each for each in fitting if name in (None, each.file)]
+    whole = [each for each in found if each.file not in bundle.damaged]
+    if whole:
+        return whole[0]
+    if found:
+        raise BundleError(f"{bundle.damaged[found[0].file]}, or build the engine again: {_rebuild(bundle, found[0])}")
+    listed = ", ".join(f"{each.file} (--runtime {_runtime_of(bundle, each.file)})" for each in artifacts) or "none"
+    wanted = f"{target.upper()} engine" if target else f"{extension} artifact"
+    if name is None:
+        raise InputError(f"{bundle.path.name} has no {wanted}; it holds {listed}")
+    if any(each.file == name for each in artifacts):
+        raise InputError(
+            f"{name} is for --runtime {_runtime_of(bundle, name)}; the runtime asked for takes an {wanted}. "
+            f"{bundle.path.name} holds {listed}"
+        )
+    raise InputError(f"{bundle.path.name} has no artifact {name!r}; it holds {listed}")
+
+
+def _rebuild(bundle: Bundle, artifact: Artifact) -> str:
+    return rebuild_command(bundle.path.name, artifact.target, artifact.form, artifact.precision, artifact.engine or {})

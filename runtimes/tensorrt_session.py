@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
-from pom_edge.errors import BundleError, GateError, InputError
+from pom_edge.engine_options import rebuild_command
+from pom_edge.errors import GateError, InputError
 from pom_edge.runtimes.cuda_device import Gpu, find_gpus
 from pom_edge.runtimes.cuda_memory import Cuda, DeviceBuffer
-from pom_edge.runtimes.engine_file import check_binding, deserialise
+from pom_edge.runtimes.engine_file import check_binding, check_facts, deserialise
 from pom_edge.runtimes.session import Session
 from pom_edge.runtimes.stepping import COUNT, NEXT, STATE, Arrays, empty_state, is_state
 from pom_edge.runtimes.tensorrt_library import NAMES, load_tensorrt, logger_of, starting
@@ -44,16 +45,17 @@ class TensorRTSession(Session):
 
     def __init__(self, bundle: Bundle, artifact: Artifact, spill: Path | None = None, self_check: bool = True) -> None:
         super().__init__(bundle, artifact, spill)
-        if artifact.engine is None:
-            raise BundleError(f"{artifact.file}: the manifest does not say what built it; build it again")
+        check_facts(bundle, artifact)
+        facts = artifact.engine or {}
+        self._rebuild = rebuild_command(bundle.path.name, artifact.target, artifact.form, artifact.precision, facts, False)
         trt = load_tensorrt(artifact.target)
         gpus = find_gpus().gpus
-        check_binding(artifact.target, artifact.engine, bundle.path.name, trt.__version__, gpus)
+        check_binding(artifact.target, facts, self._rebuild, trt.__version__, gpus)
         self._version, self._gpu = trt.__version__, gpus[0]
         logger = logger_of(trt)
         with starting(trt, artifact.target):
             self._library = trt.Runtime(logger)
-        if artifact.engine.get("version_compatible"):  # such an engine brings the runtime that it was built with
+        if facts.get("version_compatible"):  # such an engine brings the runtime that it was built with
             self._library.engine_host_code_allowed = True
         self._cuda = Cuda()
         self._arena = DeviceBuffer(self._cuda)
@@ -153,7 +155,7 @@ class TensorRTSession(Session):
             listed = ", ".join(f"{name} {m.snr_db:.1f} dB ({m.nonfinite} NaN/Inf)" for name, m in report.outputs.items())
             raise GateError(
                 f"{self.artifact.file} on {self.runtime} does not give the model's answers: {listed}; the gate is "
-                f"{report.gate_db:g} dB. Build it again: pom-export {self.bundle.path.name} --target {self.artifact.target}"
+                f"{report.gate_db:g} dB. Build it again: {self._rebuild}"
             )
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

@@ -55,6 +55,7 @@ def fill(folder: Path, name: str = "tiny", scale: float = 1.0) -> Manifest:
         outputs=[TensorSpec(name="y", dtype="float32", shape=free)],
         mixers={"mixer": "mixed"},
         verified="test",
+        tensorrt={"findings": [], "weak_flags": [], "opset": 18, "note": ""},
     )
     fields = {
         "name": name,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pom_edge.bundle import MANIFEST, seal
+from pom_edge.bundle import MANIFEST, Bundle, extend_bundle, seal
+from pom_edge.engine_sizes import engine_spec
+from pom_edge.extent import Extent
 
 PRECISIONS = ("fp32", "fp16", "int8")
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["PRECISIONS", "Graphs", "edit_manifest", "small_bundle", "write_graphs"]
+__all__ = ["PRECISIONS", "Graphs", "add_engine", "edit_manifest", "small_bundle", "write_graphs"]
 
 
 @cache
@@ -78,6 +81,28 @@ def write_graphs(model: nn.Module, inputs: dict[str, Tensor], folder: Path, form
         save_graph(graph.model, files[precision], {})
     specs = made.fields()["inputs"]
     return Graphs(files, {spec.name: list(spec.shape) for spec in specs})
+
+
+def add_engine(bundle: Path, **facts: Any) -> str:
+    """An RTX engine that was never built, beside the one graph of `tests.bundles.make_bundle`; its file's name."""
+    opened, file = Bundle.open(bundle), "parallel.fp32.rtx-sm86-sm89.engine"
+    source = opened.manifest.artifacts[0]
+    about = {
+        "compiler": "TensorRT-RTX",
+        "version": "1.7.1",
+        "gpu": None,
+        "compute_capabilities": ["86", "89"],
+        "source": source.file,
+        "source_sha256": opened.sha256(source.file),
+        "shapes": {"batch": [1, 1, 1], "tokens": [1, 5, 64]},
+    } | facts
+    sizes = {axis: Extent(*lengths) for axis, lengths in about["shapes"].items()}
+    inputs = [engine_spec(spec, sizes) for spec in source.inputs]
+    changes = {"target": "rtx", "file": file, "files": [file], "engine": about, "inputs": inputs, "tensorrt": None}
+    with tempfile.TemporaryDirectory() as made:
+        (Path(made) / file).write_bytes(b"engine")
+        extend_bundle(opened, [source.model_copy(update=changes)], Path(made))
+    return file
 
 
 def edit_manifest(bundle: Path, change: Any) -> None:

@@ -226,8 +226,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
         licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
     assert names == _sources()
-    assert "pom-export = pom_edge.cli:export_main" in entry_points
-    assert "pom-edge = pom_edge.cli:main" in entry_points
+    assert "pom-export = pom_edge.entry:export_main" in entry_points
+    assert "pom-edge = pom_edge.entry:main" in entry_points
     assert licences
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from pom_edge import pipeline
+from pom_edge import cli, inspection, pipeline
 from pom_edge.bundle import Bundle
 from pom_edge.checkpoint import save_checkpoint
 from pom_edge.cli import app
 from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
+from pom_edge.runtimes.cuda_device import Gpu, GpuState
 from tests.bundles import make_bundle, make_inputs
 from tests.golden import read
 
@@ -316,6 +319,48 @@ def test_doctor() -> None:
     facts = json.loads(_run("doctor", "--json").stdout)
     assert facts["packages"]["torch"] == torch.__version__ and facts["can do"]["export"] == "ready"
     assert _run("doctor").exit_code == 0
+
+
+def _steps(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, object], gpus: list[Gpu], cuda: str = "") -> dict[str, str]:
+    monkeypatch.setattr(inspection, "_library", libraries.__getitem__)
+    monkeypatch.setattr(inspection, "find_gpus", lambda: GpuState(gpus, None, "" if gpus else "no NVIDIA driver"))
+    monkeypatch.setattr(inspection, "cuda_missing", lambda: cuda)
+    return inspection.diagnose()["can do"]
+
+
+def test_doctor_says_ready_only_where_everything_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, library = Gpu("Orin", "8.7", True), types.SimpleNamespace(__version__="10.3.0", __name__="tensorrt")
+    broken = "TensorRT cannot be imported here (tensorrt: libnvinfer.so.10)"
+    none = {"trt": inspection.NOT_INSTALLED, "rtx": inspection.NOT_INSTALLED}
+    steps = _steps(monkeypatch, {"trt": broken, "rtx": library}, [])
+    assert steps["engines (trt)"] == broken and steps["engines for RTX GPUs (rtx)"] == "ready", "RTX builds without a GPU"
+    assert steps["run engines"] == "no GPU: no NVIDIA driver"
+    assert _steps(monkeypatch, {**none, "trt": library}, [])["engines (trt)"] == "no GPU: no NVIDIA driver"
+    assert _steps(monkeypatch, none, [gpu])["run engines"] == "no TensorRT that can be imported"
+    steps = _steps(monkeypatch, {**none, "trt": library}, [gpu], "cuda-python is not installed")
+    assert steps["engines (trt)"] == "ready" and steps["run engines"] == "cuda-python is not installed"
+    assert _steps(monkeypatch, {**none, "trt": library}, [gpu])["run engines"] == "ready (TensorRT)"
+    assert _steps(monkeypatch, none, [gpu])["engines for RTX GPUs (rtx)"].endswith("pip install 'pom-edge[rtx]'")
+
+
+def test_ctrl_c_before_a_command_begins() -> None:
+    """In the middle of the imports, which take most of a second; and while click reads the arguments."""
+    code = (
+        "import os, signal, sys\nimport pom_edge.entry as entry\n"
+        "class Finder:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\nsys.argv = ['pom-edge', 'doctor', '--json']\nentry.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr == "error: interrupted; nothing was changed\n"
+    assert json.loads(done.stdout)["exit_code"] == 130
+
+    def abort(**_: object) -> None:
+        raise typer.Abort
+
+    with pytest.raises(SystemExit) as caught:
+        cli._run(abort, "pom-edge")  # type: ignore[arg-type]
+    assert caught.value.code == 130
 
 
 def test_json_stays_alone_on_stdout(tmp_path: Path) -> None:

@@ -31,6 +31,14 @@ def test_a_board_is_read_from_its_files(tmp_path: Path) -> None:
     assert board is not None and board.to_dict()["power mode"].startswith("unknown") and "none; " in board.to_dict()["swap"]
 
 
+def test_every_jetpack_of_the_docs_has_a_release(tmp_path: Path) -> None:
+    for revision, jetpack in (("R38 (release), REVISION: 4.0", "7.1"), ("R39 (release), REVISION: 2.0", "7.2")):
+        (tmp_path / "etc").mkdir(exist_ok=True)
+        (tmp_path / "etc/nv_tegra_release").write_text(f"# {revision}, GCID: 1\n")
+        board = find_jetson(tmp_path)
+        assert board is not None and board.jetpack == jetpack
+
+
 def test_another_machine_is_no_board(tmp_path: Path) -> None:
     assert find_jetson(tmp_path) is None
     (tmp_path / "proc/device-tree").mkdir(parents=True)

@@ -4,6 +4,8 @@ held as far as it goes without it: calls (tests/test_tensorrt_api.py), messages,
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import os
 import shutil
@@ -25,9 +27,9 @@ from pom_edge import compiling, pipeline
 from pom_edge.bundle import Bundle
 from pom_edge.cli import app
 from pom_edge.compiling import EngineOptions, compile_bundle
-from pom_edge.engines import engine_options
+from pom_edge.engines import after_export
 from pom_edge.errors import BundleError, GateError, InputError, MissingToolError
-from pom_edge.export import engine_process
+from pom_edge.export import engine_process, tensorrt_engine
 from pom_edge.export.engine_census import gemm_census
 from pom_edge.export.engine_process import build_in_process
 from pom_edge.export.onnx_graph import Graph
@@ -35,6 +37,7 @@ from pom_edge.export.tensorrt_engine import EngineJob, explain_failure
 from pom_edge.export.tensorrt_lint import find_illegal
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle, export_file
+from pom_edge.quantize.weights import weight_only
 from pom_edge.runtimes import check_bundle
 from pom_edge.runtimes.cuda_device import GpuState
 from tests.bundles import make_bundle
@@ -136,7 +139,7 @@ def test_graph_and_engine_of_a_recurrent_model_share_a_bundle(tmp_path: Path) ->
     engine = opened.manifest.artifacts[-1]
     assert engine.token_axes and next(spec for spec in engine.inputs if spec.name == "state.count").shape == [1]
     assert next(spec for spec in engine.inputs if spec.name == "x").bounds["tokens"][0] == 1
-    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1), _no_step)
+    made = compile_bundle(report.bundle, ["rtx"], EngineOptions(("fp16",), tokens=1, overwrite=True), _no_step)
     assert next(spec for spec in made.artifacts[0].inputs if spec.name == "x").shape == [1, 1]
     assert check_bundle(report.bundle, artifact="recurrent.fp16.onnx").passed, "the graphs run as before"
 
@@ -179,9 +182,19 @@ def test_an_engine_that_fails_leaves_the_bundle_that_was_there(tmp_path: Path, m
 
     monkeypatch.setattr(compiling, "build_in_process", refuse)
     monkeypatch.setattr(compiling, "find_spec", lambda name: object())
-    with pytest.raises(GateError, match="built nothing"):
+    with pytest.raises(
+        GateError, match=r"built nothing\na\.pom is as it was\. To keep the graphs .* --target onnx --precision fp16"
+    ):
         export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
     assert (out / "manifest.json").read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["a.pom"]
+
+    def interrupt(job: EngineJob, say: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "build_in_process", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=tmp_path / "fresh.pom")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pom"], "`interrupted; nothing was changed` is true"
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     report = export_bundle(model, "rtx", example_inputs=_tokens(1, 12), out=out, overwrite=True)
     assert report.missing[0]["run"] == "pip install 'pom-edge[rtx]' && pom-export a.pom --target rtx --precision fp16"
@@ -297,17 +310,30 @@ def test_a_precision_that_is_not_there_is_an_error(small: Path, tmp_path: Path) 
 
 
 @rtx
-def test_sizes_that_cannot_be(small: Path) -> None:
-    for sizes, message in (
-        ({"tokens": "1:2"}, "takes N or MIN:OPT:MAX"),
-        ({"compute_capability": ["8.7"]}, r"does not build for SM 87; it has 75, 80, 86"),
-        ({"compute_capability": ["ampere"]}, "expected a number as 8.6"),
-        ({"version_compatible": True}, "--version-compatible is for --target trt"),
-        ({"hardware_compatible": True}, "--hardware-compatible is for --target trt"),
-        ({"refit": True}, "one GPU only; give one --compute-capability"),
-    ):
-        with pytest.raises(InputError, match=message):
-            compile_bundle(small, ["rtx"], EngineOptions(("fp16",), **sizes), _no_step)  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_blocks_of_int4_on_the_left_build(kind: type, tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7.1 ends with SIGSEGV without the Cast that `quantize.weights` writes."""
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((128, 64)).astype(kind), "w")
+    x, y = (helper.make_tensor_value_info(name, element, [1, rows, 49]) for name, rows in (("x", 64), ("y", 128)))
+    graph = helper.make_graph([helper.make_node("MatMul", ["w", "x"], ["y"], name="mix/MatMul_0")], "g", [x], [y], [weight])
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10))
+    weight_only(model, 4)
+    ir.save(model, tmp_path / "a.onnx")
+    facts = build_in_process(
+        EngineJob("rtx", str(tmp_path / "a.onnx"), str(tmp_path / "e"), "w4", compute_capabilities=("89",))
+    )
+    assert facts["census"] == {"int4 weights": 1.0}
+
+
+@rtx
+def test_what_is_refused_leaves_the_bundle(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is listed in tests/core/test_engine_options.py."""
+    monkeypatch.setattr(compiling, "find_gpus", lambda: GpuState([], None, "none"))
+    with pytest.raises(InputError, match="does not build for SM 87"):
+        compile_bundle(small, ["rtx"], EngineOptions(("fp16",), compute_capability=["8.7"]), _no_step)
+    missing = compile_bundle(small, ["rtx"], EngineOptions(("fp16",), refit=True), _no_step).missing
+    assert missing[0]["reason"].startswith("--refit: TensorRT-RTX needs a GPU") and "--refit" in missing[0]["run"]
     assert [each.target for each in Bundle.open(small).manifest.artifacts] == ["onnx"] * 3
 
 
@@ -359,9 +385,10 @@ def test_what_the_inspector_says_and_what_was_opted_into_is_kept(small: Path, mo
 
 
 def test_the_budget_bounds_the_memory_of_kernels() -> None:
-    options = pipeline.ExportOptions(memory_budget=1 << 30)
-    assert engine_options(options, ("fp16",)).workspace == 1 << 30
-    assert engine_options(dataclasses.replace(options, workspace=1 << 20), ("fp16",)).workspace == 1 << 20
+    options = ExportOptions(memory_budget=1 << 30, tokens="64")
+    assert after_export(options, ["rtx"], {"parallel"}).workspace == 1 << 30
+    streamed = after_export(dataclasses.replace(options, workspace=1 << 20), ["rtx"], {"streamed"})
+    assert streamed.workspace == 1 << 20 and streamed.tokens is None, "passes have one size"
 
 
 def test_a_missing_precision_gives_the_command(small: Path) -> None:
@@ -398,6 +425,9 @@ def test_a_process_that_dies_is_a_message(small: Path, tmp_path: Path, monkeypat
         with pytest.raises(GateError, match=message) as caught:
             build_in_process(job, module=f"{name}_builder")
         assert name != "killed" or ("--workspace" in str(caught.value) and "low" in str(caught.value))
+    with pytest.raises(GateError, match="memory runs out") as caught:
+        build_in_process(dataclasses.replace(job, target="rtx"), module="killed_builder")
+    assert "timing cache" not in str(caught.value), "TensorRT-RTX has none"
     with pytest.raises((MissingToolError, GateError), match="TensorRT"):
         engine_process.build_in_process(job)  # no tensorrt here: an answer all the same
 
@@ -407,10 +437,23 @@ def test_running_out_of_memory_is_explained() -> None:
         ("WARNING", "Tactic Device request: 143MB Available: 112MB. Device memory is insufficient to use tactic."),
         ("ERROR", "Error Code 10: Internal Error (Could not find any implementation for node {ForeignNode[x]}.)"),
     ]
-    message = explain_failure("TensorRT", "10.3.0", lines)
+    message = explain_failure("trt", "10.3.0", lines)
     assert "143MB" in message and "ForeignNode" in message and "swap file instead of zram" in message
-    assert "swap" not in explain_failure("TensorRT", "10.3.0", [("ERROR", "something else")])
-    assert "JetPack" in explain_failure("TensorRT", "10.13.3", [("ERROR", "Target GPU SM 87 is not supported")])
+    assert "swap" not in explain_failure("trt", "10.3.0", [("ERROR", "something else")])
+    assert "JetPack" in explain_failure("trt", "10.13.3", [("ERROR", "Target GPU SM 87 is not supported")])
+    rtx_message = explain_failure("rtx", "1.7.1", lines, workspace=2 << 20)
+    assert "timing cache" not in rtx_message and "Kernels could take 2.0 MiB (--workspace" in rtx_message
+
+
+def test_a_full_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(job: EngineJob, say: Any) -> dict[str, Any]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/0.engine")
+
+    monkeypatch.setattr(tensorrt_engine, "build_engine", full)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(EngineJob("rtx", "a", "/scratch/0.engine", "fp16").to_json()))
+    assert tensorrt_engine.main() == 2
+    message = json.loads(capsys.readouterr().out)["value"]["message"]
+    assert "cannot write /tmp/0.engine: No space left" in message and "built in /scratch: free some space there" in message
 
 
 def test_findings_of_the_lint_stop_a_build(small: Path) -> None:

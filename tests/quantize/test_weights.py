@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pom_edge.errors import InputError
 from pom_edge.export.lint import GraphContext, find_faults
 from pom_edge.export.onnx_graph import Graph
+from pom_edge.export.tensorrt_lint import find_illegal
 from pom_edge.quantize.weights import W4_OPSET, StoredWeight, weight_only
 from tests.oracle import snr_db
 
@@ -123,3 +124,24 @@ def test_refusals() -> None:
             node.op_type = "Sub"
     with pytest.raises(InputError, match="no layer with a weight"):
         weight_only(empty)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_blocks_on_the_left_of_a_product_are_cast(kind: type) -> None:
+    """Without the Cast TensorRT-RTX 1.7 crashes; the lint finds graphs that lack it."""
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["w", "x"], ["y"], name="mix/MatMul_0")],
+        "g",
+        [helper.make_tensor_value_info("x", element, [64, 5])],
+        [helper.make_tensor_value_info("y", element, [32, 5])],
+        [numpy_helper.from_array(RNG.standard_normal((32, 64)).astype(kind), "w")],
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10))
+    weight_only(model, 4)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert [node.op_type for node in model.graph] == ["DequantizeLinear", "Cast", "MatMul"]
+    assert not find_illegal(Graph(model, ["y"]))
+    product, dequantized = model.graph[2], model.graph[0].outputs[0]
+    product.replace_input_with(0, dequantized)
+    assert "trt-int4-left" in {finding.rule for finding in find_illegal(Graph(model, ["y"]))}

@@ -10,12 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pom_edge.bundle import Bundle
+from pom_edge.bundle import Bundle, TensorSpec
 from pom_edge.cli import app
 from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import export_bundle
-from pom_edge.runtimes.bench import bench, gemm_operations
+from pom_edge.runtimes.bench import _default_lengths, bench, gemm_operations
+from tests.bundles import make_bundle
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,17 @@ def test_every_artifact_that_runs_has_a_row_for_each_length(bundle: Path) -> Non
         )
         assert (row["against_fp32"] is None) == (row["precision"] == "fp32")
     assert int(report["machine"]["cores"]) >= 1 and report["gflops"] > 0
+
+
+def test_default_lengths_are_what_artifacts_take(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    (artifact,) = Bundle.open(tmp_path / "a.pom").manifest.artifacts
+    assert [row.tokens for row in bench(tmp_path / "a.pom", rounds=1).rows] == [64], "its longest"
+    image = artifact.model_copy(update={"tokens": 49})
+    free = artifact.model_copy(update={"inputs": [artifact.inputs[0].model_copy(update={"bounds": {}})]})
+    assert _default_lengths([image]) == [49] and _default_lengths([image, free]) == [49, 256, 1024, 4096]
+    fixed = artifact.model_copy(update={"inputs": [TensorSpec(name="x", dtype="float32", shape=["batch", 12, 6])]})
+    assert _default_lengths([fixed]) == [12]
 
 
 def test_floors(bundle: Path) -> None:

@@ -218,7 +218,13 @@ def open_on_host(
         ],
         token_axes={"x": 1, "y": 1},
         verified="",
-        engine={"version": trt.__version__, "compute_capabilities": ["87"], "gpu": "Orin"},
+        engine={
+            "compiler": "TensorRT",
+            "version": trt.__version__,
+            "compute_capabilities": ["87"],
+            "gpu": "Orin",
+            "shapes": {"tokens": [1, 1, 8]},
+        },
     )
     about: dict[str, Any] = {"name": "a", "created": "", "producer": "", "tools": {}, "model": {}, "config_hash": ""}
     files = [{"path": "a.engine", "sha256": "0" * 64, "bytes": 0}]

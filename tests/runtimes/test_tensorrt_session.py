@@ -64,8 +64,9 @@ def test_an_engine_is_bound_to_version_and_gpu() -> None:
         ),
     ):
         with pytest.raises(kind, match=message) as caught:
-            check_binding("rtx", facts, "a.pom", version, gpus)
-        assert "pom-export a.pom --target rtx" in str(caught.value), "the command that mends it"
+            check_binding("rtx", facts, "pom-export a.pom --target rtx", version, gpus)
+        mends = "pom-export a.pom --target rtx" if gpus else "copy the bundle to a machine that has one"
+        assert mends in str(caught.value), "nothing is wrong with an engine that lacks a GPU"
 
 
 def test_what_an_engine_was_opted_into_widens_where_it_runs() -> None:
@@ -138,7 +139,9 @@ def test_the_command_line_without_a_gpu(small: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(small), "--runtime", "rtx"])
     assert result.exit_code == 3 and "needs an NVIDIA GPU" in result.stderr and "Traceback" not in result.output
     result = CliRunner().invoke(app, ["check", str(small), "--runtime", "trt"])
-    assert result.exit_code == 2 and "no .engine artifact" in result.stderr
+    assert result.exit_code == 2 and re.search(r"no TRT engine; .*\.engine \(--runtime rtx\)", " ".join(result.stderr.split()))
+    result = CliRunner().invoke(app, ["check", str(small), "--runtime", "rtx", "--artifact", "parallel.fp16.onnx"])
+    assert result.exit_code == 2 and "parallel.fp16.onnx is for --runtime ort" in result.stderr
     assert open_session(small, artifact="parallel.fp16.onnx").check().passed, "the graph beside it runs as before"
 
 
@@ -152,6 +155,7 @@ def _of_gpu(content: dict[str, Any]) -> None:
 
 def _of_tensorrt(content: dict[str, Any]) -> None:
     content["artifacts"][-1]["target"] = "trt"
+    content["artifacts"][-1]["engine"]["compiler"] = "TensorRT"
 
 
 @rtx
