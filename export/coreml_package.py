@@ -28,7 +28,6 @@ from pom_edge.runtimes.mil_program import STATE_OPERATORS, model_file
 
 TARGETS = ("iOS16", "iOS17", "iOS18")  # the macOS of the same year takes them too: 13, 14, 15
 DEFAULT_TARGET = "iOS17"  # the oldest with INT8 activations
-MIN_COMPRESSED = 512  # elements; coremltools' own 2048 leaves most of a small model as it is
 TAP = "mixer_output_"
 DEBUG_FILE = "executorch_debug_handle_mapping.json"  # coremltools 9.0 leaves it beside the model, for another tool
 NAMESPACE = uuid.UUID("6f1d9c1e-5f0e-5c52-9a55-7d9c2f6f4a10")  # of the package's item identifiers: the same in every export
@@ -122,6 +121,7 @@ class Package:
         outputs: names in the manifest -> in the package.
         taps: module paths of the mixers -> outputs that hold theirs.
         enumerated: input -> the shapes that it may have; empty: its shape is fixed, or a range.
+        bounds: input -> shortest and longest extent of each axis, where its shape is a range.
     """
 
     model: Any
@@ -129,6 +129,7 @@ class Package:
     outputs: dict[str, str]
     taps: dict[str, str]
     enumerated: dict[str, list[list[int]]] = field(default_factory=dict)
+    bounds: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def deployment_target(name: str) -> str:
@@ -237,29 +238,6 @@ def _refusal(ct: Any, error: Exception) -> str:
     )
 
 
-def compress(package: Package, precision: str, keep: Collection[str] = ()) -> None:
-    """Store the weights as integers: ``w8`` per channel (int8, symmetric), ``w4`` in blocks of 32 (int4, iOS18).
-
-    Args:
-        package: changed in place.
-        precision: see above.
-        keep: module paths whose weights stay as they are.
-    """
-    with quiet_coremltools():
-        import coremltools.optimize.coreml as cto
-
-        if precision == "w8":
-            config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", weight_threshold=MIN_COMPRESSED)
-        else:
-            config = cto.OpLinearQuantizerConfig(
-                mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=32, weight_threshold=MIN_COMPRESSED
-            )
-        weights = cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED)
-        floats = {name: None for name in weights if any(f"_{coreml_name(path)}_" in name for path in keep)}
-        chosen = cto.OptimizationConfig(global_config=config, op_name_configs=floats)
-        package.model = cto.linear_quantize_weights(package.model, config=chosen)
-
-
 def save_package(package: Package, path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     """Write the package; the same model gives the same bytes.
 
@@ -348,12 +326,15 @@ def _describe(description: Any, package: Package, metadata: Mapping[str, str]) -
         if name not in ("author", "license", "description"):
             own.userDefined[name] = value
     for value in description.input:
-        shapes = package.enumerated.get(value.name)
-        if shapes:
-            array = value.type.multiArrayType
-            array.ClearField("ShapeFlexibility")
-            for shape in shapes:
-                array.enumeratedShapes.shapes.add(shape=shape)
+        array = value.type.multiArrayType
+        if value.name in package.enumerated or value.name in package.bounds:
+            array.ClearField("ShapeFlexibility")  # coremltools has the range in which the model was traced
+        for shape in package.enumerated.get(value.name, []):
+            array.enumeratedShapes.shapes.add(shape=shape)
+        if value.name in package.enumerated:
+            array.shape[:] = package.enumerated[value.name][0]
+        for low, high in package.bounds.get(value.name, []):
+            array.shapeRange.sizeRanges.add(lowerBound=low, upperBound=high)
 
 
 def _fix_identifiers(path: Path) -> None:

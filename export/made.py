@@ -345,7 +345,9 @@ def tensor_spec(value: Any, bounds: Mapping[str, Extent]) -> TensorSpec:
     shape = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
     named = {axis: extent for axis, extent in bounds.items() if axis in shape and extent.maximum}
     limits = {axis: (extent.minimum, extent.maximum) for axis, extent in named.items()}
-    return TensorSpec(name=value.name, dtype=str(value.dtype.numpy()), shape=shape, bounds=limits, values=table_rows(value))
+    listed = {axis: list(extent.lengths) for axis, extent in named.items() if extent.lengths}
+    dtype, rows = str(value.dtype.numpy()), table_rows(value)
+    return TensorSpec(name=value.name, dtype=dtype, shape=shape, bounds=limits, lengths=listed, values=rows)
 
 
 def _torch_pass(step: Pass) -> Execute:

@@ -40,7 +40,8 @@ DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "b
 SAMPLED_ROWS = 64
 _UNSEALED = "0" * 64
 _DIGEST = re.compile(r'\n  "digest": "([0-9a-f]{64})"')  # of the manifest itself: two spaces deep
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
+PALETTES = ("p8", "p6", "p4")  # Core ML: each weight is one of 2^n values of its tensor
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4", *PALETTES)
 
 __all__ = [
     "GOLDEN",
@@ -71,12 +72,13 @@ def _one_of(value: str, known: tuple[str, ...]) -> str:
 
 
 class TensorSpec(_Model):
-    """A graph input or output: free axes are names, and may have bounds."""
+    """A graph input or output: free axes are names, and may have bounds; where ``lengths`` lists some, there are no others."""
 
     name: str
     dtype: str
     shape: list[int | str]
     bounds: dict[str, tuple[int, int | None]] = Field(default_factory=dict)
+    lengths: dict[str, list[int]] = Field(default_factory=dict)
     values: tuple[int, int] | None = None  # of indices into a table: runtimes take -1 for its last row, and say nothing
 
     @field_validator("dtype")

@@ -153,12 +153,18 @@ def export_command(
     ],
     target: Annotated[list[str] | None, typer.Option(help="onnx, coreml, trt, rtx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: onnx fp32, others fp16]")
+        list[str] | None,
+        typer.Option(
+            help="fp32, fp16, bf16, int8, w8, w4; coreml: p8, p6, p4 (repeatable).  [default: onnx fp32, others fp16]"
+        ),
     ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it; default: free.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it, N,M,.. lists it (coreml); default: free."),
+    ] = None,
     batch: Annotated[str | None, typer.Option(help="N or MIN:OPT:MAX; default: free.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Streamed: tokens of a chunk.  [default: measured]")] = None,
     mask: Annotated[

@@ -9,54 +9,89 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
+from pom_edge.bundle import PALETTES
 from pom_edge.errors import InputError, MissingExtraError
+from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
 from pom_edge.runtimes.coreml_session import EVALUATED
-from pom_edge.runtimes.parity import measure, worst
 
 if TYPE_CHECKING:
     from pom_edge.export.forms import Plan
     from pom_edge.export.onnx_graph import Traced
     from pom_edge.export.packages import Islands, Packages
     from pom_edge.pipeline import ExportOptions
-    from pom_edge.runtimes.stepping import Execute
+    from pom_edge.quantize.forms import QuantizedForm
 
 INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
+MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
+IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
 __all__ = ["build_coreml", "check_coreml", "coreml_options", "fix_axes", "missing_coreml"]
+
+
+def known_target(options: ExportOptions) -> int:
+    """The iOS of ``--minimum-deployment-target``.
+
+    Raises:
+        InputError: an unknown one.
+    """
+    target = options.deployment_target
+    if target not in IOS:
+        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(IOS)}")
+    return IOS[target]
 
 
 def check_coreml(options: ExportOptions) -> None:
     """Refuse what Core ML does not have.
 
     Raises:
-        InputError: BF16, an unknown deployment target, or one too old for the precision.
+        InputError: BF16, an unknown deployment target, or one too old for what is asked for.
     """
-    known = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
-    target, precisions = options.deployment_target, options.precisions_of("coreml")
-    if target not in known:
-        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(known)}")
+    ios, precisions = known_target(options), options.precisions_of("coreml")
     if "bf16" in precisions:
         raise InputError("Core ML has no BF16; use --precision fp16, its own default, or fp32")
     for precision, oldest in (("int8", 17), ("w4", 18)):
-        if precision in precisions and known[target] < oldest:
+        if precision in precisions and ios < oldest:
             raise InputError(
                 f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
                 f"iOS{oldest}"
             )
-    if options.stateful and (options.form != "recurrent" or known[target] < 18 or "int8" in precisions):
+    if options.stateful and (options.form != "recurrent" or ios < 18 or "int8" in precisions):
         raise InputError(
             "--stateful needs --form recurrent, --minimum-deployment-target iOS18 or macOS15, and another precision than int8; "
             "without it the state goes in and out as FP32 tensors, from iOS16 on"
         )
     if options.memory_budget is not None:
         raise InputError("--memory-budget is for ONNX Runtime, whose memory can be predicted; Core ML's cannot: leave it out")
-    if options.tokens is None or ":" not in str(options.tokens):
-        return
-    if options.form == "recurrent":
-        raise InputError(f"--tokens is {options.tokens!r}; a chunk of the recurrent form has one length on Core ML: give N")
+    if options.remainder != "fp32" and set(options.targets) == {"coreml"}:
+        raise InputError(
+            f"--remainder {options.remainder} is for the other targets: on Core ML what is not INT8 computes in FP16, with "
+            "islands of FP32; leave it out"
+        )
+    _check_lengths(options)
+
+
+def _check_lengths(options: ExportOptions) -> None:
+    text = str(options.tokens)
+    if ":" in text and options.form == "recurrent":
+        raise InputError(
+            f"--tokens is {text!r}; a chunk of the recurrent form has one length on Core ML, or a list of them: give N, or N,M"
+        )
+    listed = Extent.parse(options.tokens, "--tokens").lengths
+    if len(listed) > MAX_LISTED:
+        raise InputError(f"--tokens lists {len(listed)} lengths; Core ML takes {MAX_LISTED}")
+    if listed and (options.stateful or not Extent.parse(options.batch or 1, "--batch").fixed):
+        given = "--stateful" if options.stateful else f"--batch {options.batch}"
+        raise InputError(
+            f"--tokens is {text!r}, a list of lengths, which goes with neither --stateful nor a range of --batch; "
+            f"found {given}: give N, or leave it out"
+        )
+    if listed and options.form == "streamed":
+        raise InputError(f"--tokens is {text!r}; the passes of the streamed form take any length: give MIN:OPT:MAX, or nothing")
+    if listed and set(options.targets) != {"coreml"}:
+        raise InputError(f"--tokens is {text!r}; only --target coreml takes a list of lengths: export it alone, or give N")
 
 
 def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
@@ -74,9 +109,16 @@ def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
 
 def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> ExportOptions:
     """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given."""
-    from pom_edge.export.inputs import TOKENS, Extent, plan_axes
+    from pom_edge.export.inputs import TOKENS, plan_axes
 
     changes: dict[str, Any] = {"batch": options.batch or 1, "targets": ("coreml",)}
+    if "," in str(options.tokens):
+        changing = [name for name, dims in plan_axes(dict(example), Extent(1, 1, 1), Extent()).items() if TOKENS in dims]
+        if len(changing) > 1 and known_target(options) < 18:
+            raise InputError(
+                f"--tokens is {options.tokens!r}, and {', '.join(changing)} have these lengths together, which needs iOS18 or "
+                "macOS15: give --minimum-deployment-target iOS18, or one number"
+            )
     if options.form == "streamed":
         if options.chunk is None:
             changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
@@ -117,7 +159,7 @@ class _CoreML:
         self._builder, self._options, self._precision = builder, options, precision
         self._made, self._cases = builder.made, builder.cases
         self._gate_db = builder.gate_db(precision)
-        self._weights_only = precision in ("w8", "w4")
+        self._weights_only = precision in ("w8", "w4", *PALETTES)
 
     def build(self) -> Built:
         keep: set[str] = set()
@@ -151,20 +193,24 @@ class _CoreML:
         stages = dict(self._builder.stages)
         if form is not None:
             stages["eager"] = against(self._cases, self._made.plan, form.eager)
-            eager = self._beside_eager(packages, form.eager)
+            eager = self._beside_eager(packages, form)
         parity = self._builder.parity({**stages, "coreml": stage}, self._precision, eager)
         parity["operators"] = packages.operators()
         return Built(packages, files, parity, ranges, quantization, notes=notes, verified=EVALUATED)
 
-    def _beside_eager(self, packages: Packages, eager: Execute) -> float:
-        """SNR of the package against the quantized model of PyTorch: a figure and no gate, since what is between integers
-        computes in FP16 here, and a value at the middle between two integers goes one way or the other."""
-        run = packages.written(self._builder.folder)
-        found = []
-        for case in self._cases:
-            truth, values = (self._made.plan.through(each, case.inputs, case.chunks) for each in (eager, run))
-            found += [measure(truth[name], values[name]) for name in self._builder.outputs]
-        return round(worst(found).snr_db, 2)
+    def _beside_eager(self, packages: Packages, form: QuantizedForm) -> float:
+        """SNR of the package against the quantized model of PyTorch: a figure, since what is between its integers is FP16.
+
+        The gate is held on the same program with FP32 between the integers: that the conversion means what PyTorch computes.
+        """
+        from pom_edge.export.packages import Packages
+
+        step, scratch = self._builder.step, self._builder.scratch
+        step("convert to Core ML in int8 and FP32, and compare with the quantized model")
+        exact = Packages(self._made, "int8", None, self._options.deployment_target, form.made.traced_graphs)
+        exact.save(scratch, {})
+        self._builder.hold_eager(exact.written(scratch), form.eager, "the Core ML program")
+        return self._builder.hold_eager(packages.written(self._builder.folder), form.eager, "the package", gated=False)
 
     def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
         from pom_edge.export.packages import Islands

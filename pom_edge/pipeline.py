@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
-from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
+from pom_edge.bundle import PALETTES, PRECISIONS, Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.coreml import build_coreml, check_coreml, coreml_options, fix_axes, missing_coreml
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 TARGETS = ("onnx", "coreml", "trt", "rtx")
 DEFAULT_PRECISION = {"onnx": "fp32", "coreml": "fp16", "trt": "fp16", "rtx": "fp16"}
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -140,8 +139,14 @@ class ExportOptions:
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
         if self.stateful and "coreml" not in self.targets:
             raise InputError("--stateful is for --target coreml")
+        if (palettes := set(self.precisions) & set(PALETTES)) and set(self.targets) != {"coreml"}:
+            raise InputError(
+                f"--precision {min(palettes)}, a palette of weights, is for --target coreml alone; others have w8, w4"
+            )
         if "coreml" in self.targets:
             check_coreml(self)
+        elif "," in str(self.tokens):
+            raise InputError(f"--tokens is {self.tokens!r}; a list of lengths is for --target coreml: give N or MIN:OPT:MAX")
         lowest = min(GATES_DB[precision] for precision in self.precisions_of(*self.targets))
         if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
             raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")
@@ -321,8 +326,8 @@ def export_bundle(
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
         targets: ``"onnx"``, ``"coreml"``, ``"trt"``, ``"rtx"``, or several of them.
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several of them; by default FP32 for
-            ONNX and FP16 for Core ML and engines.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, for Core ML ``"p8"``, ``"p6"``, ``"p4"``,
+            or several of them; by default FP32 for ONNX and FP16 for Core ML and engines.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.

@@ -14,6 +14,7 @@ import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle, PassSpec, StreamSpec, TensorSpec
 from pom_edge.errors import InputError
+from pom_edge.extent import cut
 from pom_edge.runtimes.stepping import COUNT, Execute, empty_state, is_state, load_state, next_state, run_chunks, save_state
 from pom_edge.runtimes.streamed import Feed, Progress, run_passes, run_stream
 from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, check_folder
@@ -284,6 +285,12 @@ class Session(ABC):
 
     def _chunks(self, length: int) -> list[int]:
         """A sequence in the longest chunks that the artifact takes."""
+        listed = next((spec.lengths[TOKENS] for spec in self.inputs if TOKENS in spec.lengths), None)
+        if listed is not None:
+            chunks = cut(length, listed)
+            if not chunks:
+                raise InputError(f"{length} tokens cannot be cut into chunks of {one_of(listed)}, which this artifact takes")
+            return chunks
         low, high = chunk_lengths(self.artifact, length)
         chunks = [high] * (length // high) + ([length % high] if length % high else [])
         if chunks[-1] < low:
@@ -327,6 +334,12 @@ def chunk_lengths(artifact: Artifact, length: int) -> tuple[int, int]:
     return low, high
 
 
+def one_of(lengths: list[int]) -> str:
+    """Lengths in words: "64, 128 or 256"."""
+    *others, last = map(str, lengths)
+    return f"{', '.join(others)} or {last}"
+
+
 def _only(outputs: dict[str, np.ndarray]) -> np.ndarray | dict[str, np.ndarray]:
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
@@ -336,7 +349,9 @@ def _any_length(spec: TensorSpec, axis: int | None) -> TensorSpec:
     if axis is None:
         return spec
     shape = [TOKENS if i == axis else dim for i, dim in enumerate(spec.shape)]
-    return spec.model_copy(update={"shape": shape, "bounds": {k: v for k, v in spec.bounds.items() if k != TOKENS}})
+    return spec.model_copy(
+        update={"shape": shape, "bounds": {k: v for k, v in spec.bounds.items() if k != TOKENS}, "lengths": {}}
+    )
 
 
 def _fit(spec: TensorSpec, value: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:
@@ -363,6 +378,8 @@ def _fit(spec: TensorSpec, value: np.ndarray, sizes: dict[str, tuple[int, str]])
         low, high = spec.bounds.get(dim, (1, None))
         if length < low or (high is not None and length > high):
             raise InputError(f"{dim} is {length}; this artifact takes {low} to {high}")
+        if dim in spec.lengths and length not in spec.lengths[dim]:
+            raise InputError(f"{dim} is {length}; this artifact takes {one_of(spec.lengths[dim])}")
     if spec.values is not None and array.size and not spec.values[0] <= array.min() <= array.max() <= spec.values[1]:
         raise InputError(
             f"input {spec.name!r} holds values from {array.min()} to {array.max()}; expected {spec.values[0]} to "

@@ -199,7 +199,7 @@ def test_the_same_model_gives_the_same_bytes(encoder: Single, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("precision", "target", "fewest_db"), [("w8", "iOS17", 40), ("w4", "iOS18", 20)])
 def test_weights_as_integers(precision: str, target: str, fewest_db: float, encoder: Single, tmp_path: Path) -> None:
-    from pom_edge.export.coreml_package import compress
+    from pom_edge.export.coreml_weights import compress
 
     sizes, taps = {}, {}
     for name in ("fp16", precision):

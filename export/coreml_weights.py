@@ -1,0 +1,84 @@
+"""Weights of a Core ML package as integers; everything else stays as it was converted.
+
+w8          W  ->  s_c W_q                  int8, symmetric, a scale for each channel
+w4          W  ->  s_b W_q                  int4, symmetric, a scale for each block of 32 (iOS18)
+p8, p6, p4  W  ->  palette[index]           2^n values for each tensor, which one-dimensional k-means chooses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from pom_edge.export.coreml_package import Package
+from pom_edge.export.coreml_program import coreml_name
+from pom_edge.runtimes.coreml_library import quiet_coremltools
+
+MIN_COMPRESSED = 512  # elements; coremltools' own 2048 leaves most of a small model as it is
+BLOCK = 32
+ROUNDS = 50  # of k-means; it ends earlier where nothing moves
+
+__all__ = ["compress", "palette"]
+
+
+def compress(package: Package, precision: str, keep: Collection[str] = ()) -> None:
+    """Store the weights as integers.
+
+    Args:
+        package: changed in place.
+        precision: see above.
+        keep: module paths whose weights stay as they are.
+    """
+    with quiet_coremltools():
+        import coremltools.optimize.coreml as cto
+
+        weights = cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED)
+        floats = {name: None for name in weights if any(f"_{coreml_name(path)}_" in name for path in keep)}
+        chosen = cto.OptimizationConfig(global_config=_config(cto, precision), op_name_configs=floats)
+        convert = cto.palettize_weights if precision.startswith("p") else cto.linear_quantize_weights
+        package.model = convert(package.model, config=chosen)
+
+
+def _config(cto: Any, precision: str) -> Any:
+    if precision == "w8":
+        return cto.OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", weight_threshold=MIN_COMPRESSED)
+    if precision == "w4":
+        return cto.OpLinearQuantizerConfig(
+            mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=BLOCK, weight_threshold=MIN_COMPRESSED
+        )
+    bits = int(precision[1:])
+    # coremltools' own k-means is scikit-learn's for small tensors: another library, from random starts
+    return cto.OpPalettizerConfig(
+        mode="custom", lut_function=lambda weight: palette(weight, bits), weight_threshold=MIN_COMPRESSED
+    )
+
+
+def palette(weight: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The 2^bits values that stand for a tensor's with the least squared error that k-means finds from its quantiles.
+
+    Lloyd's algorithm in one dimension: a cluster is a run of the sorted values, so a round is a search for 2^bits borders.
+
+    Args:
+        weight: of any shape, floating point.
+        bits: 1 to 8.
+
+    Returns:
+        The values in ascending order, (2^bits), in the weight's type; the index of each element, uint8, flat.
+    """
+    flat = weight.reshape(-1).astype(np.float64)
+    values = np.sort(flat)
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    count = 1 << bits
+    centres = np.unique(values[np.linspace(0, len(values) - 1, count).round().astype(int)])
+    for _ in range(ROUNDS):
+        borders = np.concatenate(([0], np.searchsorted(values, (centres[1:] + centres[:-1]) / 2), [len(values)]))
+        sizes = np.diff(borders)
+        means = np.where(sizes > 0, np.diff(sums[borders]) / np.maximum(sizes, 1), centres)
+        if np.array_equal(means, centres):
+            break
+        centres = means
+    centres = np.concatenate((centres, np.full(count - len(centres), centres[-1]))).astype(weight.dtype)
+    wide = centres.astype(np.float64)
+    return centres, np.searchsorted((wide[1:] + wide[:-1]) / 2, flat).astype(np.uint8)
