@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -240,6 +240,14 @@ class Session(ABC):
         self._must_be_recurrent("load_state")
         self._state = load_state(Path(path), self.artifact, self.bundle.sha256(self.artifact.file))
 
+    def variants(self) -> Iterator[Session]:
+        """What a check runs: this session, and where its runtime has choices that change results, itself for each of them."""
+        yield self
+
+    def plan(self) -> dict[str, Any] | None:
+        """Which devices its operations run on, where the runtime says so."""
+        return None
+
     def check(self) -> CheckReport:
         """Compare with the PyTorch answers that the bundle carries."""
         from pom_edge.runtimes.checking import check_session
@@ -405,6 +413,7 @@ def open_session(
     artifact: str | None = None,
     threads: int | None = None,
     spill: str | os.PathLike[str] | None = None,
+    units: str | None = None,
 ) -> Session:
     """Open a bundle's artifact in a runtime.
 
@@ -415,6 +424,7 @@ def open_session(
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
+        units: Core ML on macOS: ``"ALL"`` (the default), ``"CPU_ONLY"``, ``"CPU_AND_GPU"`` or ``"CPU_AND_NE"``.
 
     Raises:
         BundleError: damaged or foreign bundle.
@@ -430,14 +440,16 @@ def open_session(
     place = None if spill is None else Path(spill)
     if place is not None:
         check_spill(place, chosen)
+    if runtime == "coreml":
+        from pom_edge.runtimes.coreml_session import CoreMLSession
+
+        return CoreMLSession(bundle, chosen, place, units or "ALL")
+    if units is not None:
+        raise InputError(f"units is {units!r}; compute units are Core ML's, and {chosen.file} runs in {runtime}")
     if target is not None:
         from pom_edge.runtimes.tensorrt_session import TensorRTSession
 
         return TensorRTSession(bundle, chosen, place)
-    if runtime == "coreml":
-        from pom_edge.runtimes.coreml_session import CoreMLSession
-
-        return CoreMLSession(bundle, chosen, place)
     from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
 
     return OnnxRuntimeSession(bundle, chosen, threads, place, runtime)
