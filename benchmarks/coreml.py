@@ -2,8 +2,8 @@
 
 Run as: python -m benchmarks.coreml digits|text|encoder [--precision fp16]... [--stateful] [--steps 8192]
 
-Everything is evaluated with numpy on the package that was saved; nothing runs on a device. Of times, only the conversion's means
-anything: the evaluator is no runtime.
+Everything is evaluated with numpy on the package that was saved; nothing runs on a device. The evaluator is no runtime, so the
+conversion's times are all that is shown.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pom_edge.export.coreml_program import coreml_name, merge_results, prepare
 from pom_edge.export.onnx_graph import Graph, Traced
 from pom_edge.export.precision import MOVING
 from pom_edge.export.ranges import AGGREGATE, TABLES
-from pom_edge.runtimes.coreml_library import load_coremltools, quiet_coremltools
+from pom_edge.runtimes.coreml_library import TESTED_TORCH, listen_to_coremltools, load_coremltools, quiet_coremltools
 from pom_edge.runtimes.mil_program import STATE_OPERATORS, model_file
 
 TARGETS = ("iOS16", "iOS17", "iOS18")  # the macOS of the same year takes them too: 13, 14, 15
@@ -122,6 +122,7 @@ class Package:
         taps: module paths of the mixers -> outputs that hold theirs.
         enumerated: input -> the shapes that it may have; empty: its shape is fixed, or a range.
         bounds: input -> shortest and longest extent of each axis, where its shape is a range.
+        warnings: what coremltools said of the model.
     """
 
     model: Any
@@ -130,6 +131,7 @@ class Package:
     taps: dict[str, str]
     enumerated: dict[str, list[list[int]]] = field(default_factory=dict)
     bounds: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def deployment_target(name: str) -> str:
@@ -168,7 +170,7 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
         for name, node in zip(dict.fromkeys(found.values()), _results(program), strict=True)
     ]
     try:
-        with quiet_coremltools():
+        with listen_to_coremltools() as said:
             model = ct.convert(
                 program,
                 outputs=outputs,
@@ -180,7 +182,8 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
     except Exception as error:  # whatever coremltools raises on a graph that it cannot take
         raise InputError(_refusal(ct, error)) from error
     taps = {path: found[f"{TAP}{index}"] for index, path in enumerate(traced.taps)}
-    return Package(model, list(traced.inputs), {name: found[coreml_name(name)] for name in traced.outputs}, taps)
+    outputs_by_name = {name: found[coreml_name(name)] for name in traced.outputs}
+    return Package(model, list(traced.inputs), outputs_by_name, taps, warnings=said)
 
 
 def _passes(ct: Any) -> Any:
@@ -232,9 +235,10 @@ def _refusal(ct: Any, error: Exception) -> str:
     import torch
 
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    tested = ".".join(map(str, TESTED_TORCH))
     return (
-        f"coremltools {ct.__version__} cannot convert the model: {type(error).__name__}: {reason}. A fixed --tokens N leaves "
-        f"it the least to do (torch {torch.__version__}; torch 2.13 with coremltools 9.0 is tested)"
+        f"coremltools {ct.__version__} cannot convert the model: {type(error).__name__}: {reason.rstrip('.')}. A fixed "
+        f"--tokens N leaves it the least to do (found torch {torch.__version__}; {tested} with coremltools 9.0 is tested)"
     )
 
 

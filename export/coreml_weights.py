@@ -14,7 +14,7 @@ import numpy as np
 
 from pom_edge.export.coreml_package import Package
 from pom_edge.export.coreml_program import coreml_name
-from pom_edge.runtimes.coreml_library import quiet_coremltools
+from pom_edge.runtimes.coreml_library import listen_to_coremltools, quiet_coremltools
 
 MIN_COMPRESSED = 512  # elements; coremltools' own 2048 leaves most of a small model as it is
 BLOCK = 32
@@ -34,12 +34,13 @@ def compress(package: Package, precision: str, keep: Collection[str] = ()) -> No
     """
     with quiet_coremltools():
         import coremltools.optimize.coreml as cto
-
+    with listen_to_coremltools() as said:
         weights = cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED)
         floats = {name: None for name in weights if any(f"_{coreml_name(path)}_" in name for path in keep)}
         chosen = cto.OptimizationConfig(global_config=_config(cto, precision), op_name_configs=floats)
         convert = cto.palettize_weights if precision.startswith("p") else cto.linear_quantize_weights
         package.model = convert(package.model, config=chosen)
+    package.warnings += said
 
 
 def _config(cto: Any, precision: str) -> Any:

@@ -106,6 +106,7 @@ class Packages:
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[str]:
         """Write the packages; returns the paths of their files inside the folder."""
         self._taps, self._programs = [], []
+        metadata = {"description": f"{self.plan.form} form in {self.precision}, by pom-edge", **metadata}
         for file, package in zip(self.files(), self.packages, strict=True):
             (folder / file).parent.mkdir(exist_ok=True)
             self._taps.append(save_package(package, folder / file, metadata))
@@ -120,6 +121,11 @@ class Packages:
             nexts = {_following(name): _following(name) for name in self._states}
             executes.append(open_package(folder / file, package.outputs | taps | nexts))
         return self.base.drive(executes)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What coremltools said of the model."""
+        return list(dict.fromkeys(text for package in self.packages for text in package.warnings))
 
     @property
     def nodes(self) -> int:

@@ -187,6 +187,8 @@ def export_command(
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
     minimum_deployment_target: Annotated[str, typer.Option(help="Core ML: iOS16, iOS17 or iOS18.")] = "iOS17",
     stateful: Annotated[bool, typer.Option("--stateful", help="Core ML, recurrent: keep the state in the package.")] = False,
+    author: Annotated[str | None, typer.Option(help="Of the model, for the metadata of its files.")] = None,
+    license_: Annotated[str | None, typer.Option("--license", help="Of the model, likewise.")] = None,
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) in a run of --tokens N.")
     ] = None,
@@ -234,6 +236,8 @@ def export_command(
         remainder=remainder,
         deployment_target=minimum_deployment_target,
         stateful=stateful,
+        author=author,
+        license=license_,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         compute_capability=tuple(compute_capability or ()),
         workspace=None if workspace is None else parse_size(workspace, "--workspace"),

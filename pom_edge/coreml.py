@@ -13,6 +13,7 @@ from pom_edge.bundle import PALETTES
 from pom_edge.errors import InputError, MissingExtraError
 from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
+from pom_edge.runtimes.coreml_library import OLDEST_TORCH, TESTED_TORCH
 from pom_edge.runtimes.coreml_session import EVALUATED
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
 IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
-__all__ = ["build_coreml", "check_coreml", "coreml_options", "fix_axes", "missing_coreml"]
+__all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
 
 
 def known_target(options: ExportOptions) -> int:
@@ -105,6 +106,29 @@ def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
     if set(options.targets) == {"coreml"}:
         raise MissingExtraError(f"coremltools is not installed, and --target coreml needs it. Run: {INSTALL}")
     return [{"target": "coreml", "reason": "coremltools is not installed", "run": f"{INSTALL}, then export {out.name} again"}]
+
+
+def check_torch() -> list[str]:
+    """A note where this torch is not the tested one.
+
+    Raises:
+        InputError: it is too old.
+    """
+    import torch
+
+    found = torch.__version__
+    version = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    oldest, tested = (".".join(map(str, each)) for each in (OLDEST_TORCH, TESTED_TORCH))
+    if version < OLDEST_TORCH:
+        raise InputError(
+            f"torch {found} is too old for --target coreml: {oldest} is the oldest, {tested} is tested. Run: pip install "
+            "--upgrade 'pom-edge[export,coreml]'"
+        )
+    if version == TESTED_TORCH:
+        return []
+    return [
+        f"coreml: torch {found} is not tested with coremltools, {tested} is; what was converted is evaluated beside PyTorch"
+    ]
 
 
 def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> ExportOptions:
@@ -188,6 +212,7 @@ class _CoreML:
             keep |= below
         width = "with FP16 weights" if self._weights_only else "in FP32"
         notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept {width}, for the gate"] if keep else []
+        notes += [f"coreml {self._precision}: coremltools says: {text}" for text in packages.warnings]
         if ranges is not None:
             ranges["half_share"] = packages.half_share
         stages = dict(self._builder.stages)

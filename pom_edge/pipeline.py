@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import PALETTES, PRECISIONS, Artifact, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.coreml import build_coreml, check_coreml, coreml_options, fix_axes, missing_coreml
+from pom_edge.coreml import build_coreml, check_coreml, check_torch, coreml_options, fix_axes, missing_coreml
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
@@ -89,6 +89,8 @@ class ExportOptions:
     remainder: str = "fp32"
     deployment_target: str = "iOS17"
     stateful: bool = False
+    author: str | None = None
+    license: str | None = None
     memory_budget: int | None = None
     compute_capability: Sequence[str] = ()
     workspace: int | None = None
@@ -438,6 +440,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     start = time.perf_counter()
     missing = missing_coreml(options, out)
+    torch_notes = check_torch() if "coreml" in options.targets and not missing else []
     graphs = [target for target in options.targets if target != "coreml"]
     narrow = None  # beside graphs, the packages of fixed shapes have a form of their own
     if "coreml" in options.targets and not graphs:
@@ -456,7 +459,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     made, notes = _make(subject, options, batch, tokens, step)
     plan = made.plan
     step("lint")
-    notes += made.lint()
+    notes += [*torch_notes, *made.lint()]
 
     if options.memory_budget is not None:
         step("predict its memory")
@@ -469,6 +472,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
     metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
+    metadata |= {name: text for name in ("author", "license") if (text := getattr(options, name))}
     with write_bundle(out, options.overwrite) as folder:
         with tempfile.TemporaryDirectory() as scratch:
             own = options.precisions_of(*graphs) if graphs else ()

@@ -200,7 +200,8 @@ class MilProgram:
             bound = [self._bound(binding) for binding in argument.arguments]
             several = len(bound) > 1 or name == "values"
             if any(isinstance(each, str) for each, _ in bound):
-                found = [self._named(each, value, f"{names[0]}.{name}.{i}") for i, (each, value) in enumerate(bound)]
+                place = f"{len(self._operations)}.{name}"  # no name that a program could have
+                found = [self._named(each, value, f"{place}.{i}") for i, (each, value) in enumerate(bound)]
                 reads[name] = found if several else found[0]
             else:
                 constants[name] = [value for _, value in bound] if several else bound[0][1]

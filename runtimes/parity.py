@@ -25,7 +25,7 @@ GATES_DB: dict[str, float] = {
     "w8": 40.0,
     "w4": 20.0,
     "p8": 40.0,
-    "p6": 30.0,
+    "p6": 20.0,
     "p4": 20.0,
 }
 MAX_SNR_DB = 300.0  # identical arrays; a number, since JSON has no infinity
