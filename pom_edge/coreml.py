@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
 from pom_edge.bundle import PALETTES
-from pom_edge.errors import InputError, MissingExtraError
+from pom_edge.errors import GateError, InputError, MissingExtraError
 from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
 from pom_edge.runtimes.coreml_library import OLDEST_TORCH, TESTED_TORCH
@@ -27,6 +27,10 @@ INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
 MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
 IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
+SLOW_INT8 = (
+    "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it beside "
+    "--precision w8"
+)
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
 __all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
@@ -187,7 +191,7 @@ class _CoreML:
 
     def build(self) -> Built:
         keep: set[str] = set()
-        form = quantization = eager = None
+        form = quantization = exact = eager = None
         if self._precision == "int8":
             form, data, alone, floats = self._builder.quantized()
             quantization = self._builder.quantization(form, data, alone, floats)
@@ -207,6 +211,12 @@ class _CoreML:
                 below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
             if self._weights_only and below <= keep:  # the mixer is as it was: what comes before it is not
                 below = {path.rpartition(".")[0] for path in below} - {""}
+            if self._weights_only and not below - keep:
+                worst = min(failed, key=lambda name: failed[name].snr_db)
+                raise GateError(
+                    f"{self._precision} misses its gate of {self._gate_db:g} dB with the weights of every mixer and its block in "
+                    f"FP16 ({worst} {failed[worst].snr_db:.1f} dB): what is left costs too much; use --precision w8, p8 or fp16"
+                )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
             keep |= below
@@ -217,16 +227,22 @@ class _CoreML:
             ranges["half_share"] = packages.half_share
         stages = dict(self._builder.stages)
         if form is not None:
+            notes += [f"coreml int8: {text}" for text in (*data.warnings, *form.warnings)]
+            notes += [f"coreml int8: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
+            notes.append(SLOW_INT8)
             stages["eager"] = against(self._cases, self._made.plan, form.eager)
-            eager = self._beside_eager(packages, form)
+            exact, eager = self._beside_eager(packages, form)
         parity = self._builder.parity({**stages, "coreml": stage}, self._precision, eager)
         parity["operators"] = packages.operators()
+        if form is not None:
+            parity["snr_db_eager_fp32"] = exact
         return Built(packages, files, parity, ranges, quantization, notes=notes, verified=EVALUATED)
 
-    def _beside_eager(self, packages: Packages, form: QuantizedForm) -> float:
-        """SNR of the package against the quantized model of PyTorch: a figure, since what is between its integers is FP16.
+    def _beside_eager(self, packages: Packages, form: QuantizedForm) -> tuple[float, float]:
+        """SNR against the quantized model of PyTorch: of the program with FP32 between its integers, and of the package.
 
-        The gate is held on the same program with FP32 between the integers: that the conversion means what PyTorch computes.
+        The gate is held on the first: the conversion means what PyTorch computes. The second is a figure, for FP16 between the
+        integers sends values halfway between two of them either way.
         """
         from pom_edge.export.packages import Packages
 
@@ -234,8 +250,9 @@ class _CoreML:
         step("convert to Core ML in int8 and FP32, and compare with the quantized model")
         exact = Packages(self._made, "int8", None, self._options.deployment_target, form.made.traced_graphs)
         exact.save(scratch, {})
-        self._builder.hold_eager(exact.written(scratch), form.eager, "the Core ML program")
-        return self._builder.hold_eager(packages.written(self._builder.folder), form.eager, "the package", gated=False)
+        held = self._builder.hold_eager(exact.written(scratch), form.eager, "the Core ML program")
+        run = packages.written(self._builder.folder)
+        return held, self._builder.hold_eager(run, form.eager, "the package", gated=False)
 
     def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
         from pom_edge.export.packages import Islands

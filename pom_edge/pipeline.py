@@ -256,7 +256,8 @@ def compile_file(path: Path, options: ExportOptions, out: Path | None = None, pr
     start, step = time.perf_counter(), progress or (lambda _: None)
     if out is not None and out.resolve() != path.resolve():
         raise InputError(f"--out is {out}; a bundle gets its engines in place. Copy the folder first to keep it as it is")
-    of_export = ("factory", "example", "layout", "degree", "clamp", "calibration", "metric", "memory_budget", "chunk")
+    of_model = ("factory", "example", "layout", "degree", "clamp", "author", "license")
+    of_export = (*of_model, "calibration", "metric", "memory_budget", "chunk")
     given = [name for name in of_export if getattr(options, name) is not None]
     if given:
         raise InputError(
