@@ -28,8 +28,8 @@ CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says 
 MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
 IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
 SLOW_INT8 = (
-    "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it beside "
-    "--precision w8"
+    "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it "
+    "beside --precision w8"
 )
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
@@ -214,8 +214,8 @@ class _CoreML:
             if self._weights_only and not below - keep:
                 worst = min(failed, key=lambda name: failed[name].snr_db)
                 raise GateError(
-                    f"{self._precision} misses its gate of {self._gate_db:g} dB with the weights of every mixer and its block in "
-                    f"FP16 ({worst} {failed[worst].snr_db:.1f} dB): what is left costs too much; use --precision w8, p8 or fp16"
+                    f"{self._precision} misses its gate of {self._gate_db:g} dB with the weights of every mixer and its block "
+                    f"in FP16 ({worst} {failed[worst].snr_db:.1f} dB): what is left costs too much; use --precision w8, p8 or fp16"
                 )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
