@@ -215,7 +215,7 @@ class _CoreML:
                 worst = min(failed, key=lambda name: failed[name].snr_db)
                 raise GateError(
                     f"{self._precision} misses its gate of {self._gate_db:g} dB with the weights of every mixer and its block "
-                    f"in FP16 ({worst} {failed[worst].snr_db:.1f} dB): what is left costs too much; use --precision w8, p8 or fp16"
+                    f"in FP16 ({worst} {failed[worst].snr_db:.1f} dB): the rest costs too much; use --precision w8, p8 or fp16"
                 )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
