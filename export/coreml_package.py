@@ -121,7 +121,7 @@ class Package:
         outputs: names in the manifest -> in the package.
         taps: module paths of the mixers -> outputs that hold theirs.
         enumerated: input -> the shapes that it may have; empty: its shape is fixed, or a range.
-        bounds: input -> shortest and longest extent of each axis, where its shape is a range.
+        bounds: input -> shortest, usual and longest extent of each axis, where its shape is a range.
         warnings: what coremltools said of the model.
     """
 
@@ -130,7 +130,7 @@ class Package:
     outputs: dict[str, str]
     taps: dict[str, str]
     enumerated: dict[str, list[list[int]]] = field(default_factory=dict)
-    bounds: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    bounds: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -337,7 +337,9 @@ def _describe(description: Any, package: Package, metadata: Mapping[str, str]) -
             array.enumeratedShapes.shapes.add(shape=shape)
         if value.name in package.enumerated:
             array.shape[:] = package.enumerated[value.name][0]
-        for low, high in package.bounds.get(value.name, []):
+        if value.name in package.bounds:
+            array.shape[:] = [usual for _, usual, _ in package.bounds[value.name]]
+        for low, _, high in package.bounds.get(value.name, []):
             array.shapeRange.sizeRanges.add(lowerBound=low, upperBound=high)
 
 

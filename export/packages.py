@@ -14,6 +14,7 @@ from pom_edge.export.coreml_program import coreml_name
 from pom_edge.export.coreml_stateful import stateful_plan, trace_stateful
 from pom_edge.export.coreml_weights import compress
 from pom_edge.export.forms import Plan
+from pom_edge.export.inputs import Extent
 from pom_edge.export.made import Made
 from pom_edge.export.onnx_graph import Traced
 from pom_edge.runtimes.coreml_session import EVALUATED, open_package
@@ -78,8 +79,8 @@ class Packages:
         for axis, lengths in spec.lengths.items():
             package.enumerated[name] = [[length if dim == axis else int(dim) for dim in spec.shape] for length in lengths]
         if spec.bounds and not spec.lengths:
-            ranges = [spec.bounds[dim] if isinstance(dim, str) else (dim, dim) for dim in spec.shape]
-            package.bounds[name] = [(low, high or low) for low, high in ranges]
+            extents = [self.base.extent(dim) if isinstance(dim, str) else Extent(dim, dim, dim) for dim in spec.shape]
+            package.bounds[name] = [(e.minimum, e.optimum or e.minimum, e.maximum or e.minimum) for e in extents]
 
     @property
     def mixers(self) -> list[str]:

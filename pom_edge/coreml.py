@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pom_edge.export.packages import Islands, Packages
     from pom_edge.pipeline import ExportOptions
     from pom_edge.quantize.forms import QuantizedForm
+    from pom_edge.subject import Subject
 
 INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
@@ -135,11 +136,16 @@ def check_torch() -> list[str]:
     ]
 
 
-def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> ExportOptions:
-    """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given."""
+def coreml_options(options: ExportOptions, subject: Subject) -> ExportOptions:
+    """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given.
+
+    Raises:
+        InputError: several inputs of listed lengths for a target that takes one.
+    """
     from pom_edge.export.inputs import TOKENS, plan_axes
 
-    changes: dict[str, Any] = {"batch": options.batch or 1, "targets": ("coreml",)}
+    example = subject.example
+    changes: dict[str, Any] = {"batch": options.batch or _own_batch(subject), "targets": ("coreml",)}
     if "," in str(options.tokens):
         changing = [name for name, dims in plan_axes(dict(example), Extent(1, 1, 1), Extent()).items() if TOKENS in dims]
         if len(changing) > 1 and known_target(options) < 18:
@@ -156,6 +162,16 @@ def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> Export
         if lengths:
             changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
     return dataclasses.replace(options, **changes)
+
+
+def _own_batch(subject: Subject) -> int:
+    """One sequence, unless a ``.pt2`` was traced for another number."""
+    if subject.program is None:
+        return 1
+    names = subject.program.graph_signature.user_inputs
+    first = next(node for node in subject.program.graph.nodes if node.op == "placeholder" and node.name in names)
+    size = first.meta["val"].shape[0] if first.meta["val"].ndim else 1
+    return size if isinstance(size, int) else 1
 
 
 def fix_axes(plan: Plan, example: Mapping[str, Any]) -> None:

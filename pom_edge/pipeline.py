@@ -445,9 +445,9 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     graphs = [target for target in options.targets if target != "coreml"]
     narrow = None  # beside graphs, the packages of fixed shapes have a form of their own
     if "coreml" in options.targets and not graphs:
-        options = coreml_options(options, subject.example)
+        options = coreml_options(options, subject)
     elif "coreml" in options.targets and not missing:
-        narrow = coreml_options(options, subject.example)
+        narrow = coreml_options(options, subject)
     metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     if options.form == "streamed" and options.batch is None:

@@ -81,7 +81,8 @@ def test_prefill_and_decode_are_one_recurrent_package(tmp_path: Path) -> None:
 def test_a_causal_model_has_a_range(tokens: str, tmp_path: Path) -> None:
     out = tmp_path / "a.pom"
     export_bundle(_language_model(), "coreml", example_inputs={"x": torch.randint(0, 40, (1, 24))}, tokens=tokens, out=out)
-    low, _, high = map(int, tokens.split(":"))
+    low, usual, high = map(int, tokens.split(":"))
+    assert list(_input(out, "x").shape) == [1, usual]
     assert [(each.lowerBound, each.upperBound) for each in _input(out, "x").shapeRange.sizeRanges] == [(1, 1), (low, high)]
     (check,) = check_bundle(out).artifacts
     assert check.passed and len(check.cases) >= 2

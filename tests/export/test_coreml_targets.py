@@ -187,3 +187,15 @@ def test_a_package_of_another_model_does_not_open(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "parallel.fp32.mlpackage" in json.loads(result.stdout)["error"]
     with pytest.raises(BundleError, match=r"parallel\.fp32\.mlpackage"):
         open_session(tmp_path / "a.pom")
+
+
+@pytest.mark.slow
+def test_a_program_of_a_fixed_batch_keeps_it(tmp_path: Path) -> None:
+    model, _, _ = _model("encoder")
+    program = torch.export.export(model.eval(), (torch.randn(2, 12, 12),))
+    torch.export.save(program, tmp_path / "a.pt2")
+    flags = ["--target", "coreml", "--out", str(tmp_path / "a.pom"), "--json"]
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "a.pt2"), *flags], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (artifact,) = Bundle.open(tmp_path / "a.pom").manifest.artifacts
+    assert artifact.inputs[0].shape == [2, 12, 12]
