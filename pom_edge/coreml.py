@@ -32,6 +32,9 @@ SLOW_INT8 = (
     "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it "
     "beside --precision w8"
 )
+ONE_ROW = (
+    "coreml int8: no activation is INT8, since products of one token at a time gain nothing by it: weights alone are, as in w8"
+)
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
 __all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
@@ -245,7 +248,7 @@ class _CoreML:
         if form is not None:
             notes += [f"coreml int8: {text}" for text in (*data.warnings, *form.warnings)]
             notes += [f"coreml int8: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
-            notes.append(SLOW_INT8)
+            notes.append(SLOW_INT8 if "quantize" in packages.operators() else ONE_ROW)
             stages["eager"] = against(self._cases, self._made.plan, form.eager)
             exact, eager = self._beside_eager(packages, form)
         parity = self._builder.parity({**stages, "coreml": stage}, self._precision, eager)

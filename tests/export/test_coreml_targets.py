@@ -89,7 +89,9 @@ def test_three_targets_in_int8_and_weights_alone(kind: str, form: str, tmp_path:
     assert all(each.passed for each in checks.values())
     package = next(each for each in Bundle.open(out).manifest.artifacts if each.file.endswith("int8.mlpackage"))
     assert package.census["int8"] > 0.8 and package.parity is not None and package.parity["snr_db_eager"] > 20
-    assert {"quantize", "dequantize"} <= set(package.parity["operators"])
+    one_row = form == "recurrent"  # a token at a time: weights alone
+    assert ("quantize" in package.parity["operators"]) is not one_row
+    assert any("no activation is INT8" in note for note in report.notes) is one_row
 
 
 @pytest.mark.slow
