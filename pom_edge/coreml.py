@@ -32,9 +32,7 @@ SLOW_INT8 = (
     "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it "
     "beside --precision w8"
 )
-ONE_ROW = (
-    "coreml int8: no activation is INT8, since products of one token at a time gain nothing by it: weights alone are, as in w8"
-)
+ONE_ROW = "coreml int8: no activation is INT8, for a product of one row gains nothing by it: weights alone are, as in w8"
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
 __all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]

@@ -96,7 +96,7 @@ def test_three_targets_in_int8_and_weights_alone(kind: str, form: str, tmp_path:
 
 @pytest.mark.slow
 def test_w8a8_is_held_against_the_quantized_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scale that the converter gets wrong by a tenth is far within the 20 dB against FP32."""
+    """A scale that is wrong by 2 % is within the 20 dB against FP32."""
     from pom_edge.runtimes import mil_operators
 
     model, example, data = _model("encoder")
