@@ -23,12 +23,11 @@ from pom_edge.export.coreml_program import coreml_name, merge_results, prepare
 from pom_edge.export.onnx_graph import Graph, Traced
 from pom_edge.export.precision import MOVING
 from pom_edge.export.ranges import AGGREGATE, TABLES
-from pom_edge.runtimes.coreml_library import load_coremltools, quiet_coremltools
+from pom_edge.runtimes.coreml_library import TESTED_TORCH, listen_to_coremltools, load_coremltools, quiet_coremltools
 from pom_edge.runtimes.mil_program import STATE_OPERATORS, model_file
 
 TARGETS = ("iOS16", "iOS17", "iOS18")  # the macOS of the same year takes them too: 13, 14, 15
 DEFAULT_TARGET = "iOS17"  # the oldest with INT8 activations
-MIN_COMPRESSED = 512  # elements; coremltools' own 2048 leaves most of a small model as it is
 TAP = "mixer_output_"
 DEBUG_FILE = "executorch_debug_handle_mapping.json"  # coremltools 9.0 leaves it beside the model, for another tool
 NAMESPACE = uuid.UUID("6f1d9c1e-5f0e-5c52-9a55-7d9c2f6f4a10")  # of the package's item identifiers: the same in every export
@@ -122,6 +121,8 @@ class Package:
         outputs: names in the manifest -> in the package.
         taps: module paths of the mixers -> outputs that hold theirs.
         enumerated: input -> the shapes that it may have; empty: its shape is fixed, or a range.
+        bounds: input -> shortest, usual and longest extent of each axis, where its shape is a range.
+        warnings: what coremltools said of the model.
     """
 
     model: Any
@@ -129,6 +130,8 @@ class Package:
     outputs: dict[str, str]
     taps: dict[str, str]
     enumerated: dict[str, list[list[int]]] = field(default_factory=dict)
+    bounds: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def deployment_target(name: str) -> str:
@@ -167,7 +170,7 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
         for name, node in zip(dict.fromkeys(found.values()), _results(program), strict=True)
     ]
     try:
-        with quiet_coremltools():
+        with listen_to_coremltools() as said:
             model = ct.convert(
                 program,
                 outputs=outputs,
@@ -179,7 +182,8 @@ def convert(traced: Traced, islands: Islands | None, target: str = DEFAULT_TARGE
     except Exception as error:  # whatever coremltools raises on a graph that it cannot take
         raise InputError(_refusal(ct, error)) from error
     taps = {path: found[f"{TAP}{index}"] for index, path in enumerate(traced.taps)}
-    return Package(model, list(traced.inputs), {name: found[coreml_name(name)] for name in traced.outputs}, taps)
+    outputs_by_name = {name: found[coreml_name(name)] for name in traced.outputs}
+    return Package(model, list(traced.inputs), outputs_by_name, taps, warnings=said)
 
 
 def _passes(ct: Any) -> Any:
@@ -231,33 +235,11 @@ def _refusal(ct: Any, error: Exception) -> str:
     import torch
 
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    tested = ".".join(map(str, TESTED_TORCH))
     return (
-        f"coremltools {ct.__version__} cannot convert the model: {type(error).__name__}: {reason}. A fixed --tokens N leaves "
-        f"it the least to do (torch {torch.__version__}; torch 2.13 with coremltools 9.0 is tested)"
+        f"coremltools {ct.__version__} cannot convert the model: {type(error).__name__}: {reason.rstrip('.')}. A fixed "
+        f"--tokens N leaves it the least to do (found torch {torch.__version__}; {tested} with coremltools 9.0 is tested)"
     )
-
-
-def compress(package: Package, precision: str, keep: Collection[str] = ()) -> None:
-    """Store the weights as integers: ``w8`` per channel (int8, symmetric), ``w4`` in blocks of 32 (int4, iOS18).
-
-    Args:
-        package: changed in place.
-        precision: see above.
-        keep: module paths whose weights stay as they are.
-    """
-    with quiet_coremltools():
-        import coremltools.optimize.coreml as cto
-
-        if precision == "w8":
-            config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", weight_threshold=MIN_COMPRESSED)
-        else:
-            config = cto.OpLinearQuantizerConfig(
-                mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=32, weight_threshold=MIN_COMPRESSED
-            )
-        weights = cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED)
-        floats = {name: None for name in weights if any(f"_{coreml_name(path)}_" in name for path in keep)}
-        chosen = cto.OptimizationConfig(global_config=config, op_name_configs=floats)
-        package.model = cto.linear_quantize_weights(package.model, config=chosen)
 
 
 def save_package(package: Package, path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
@@ -348,12 +330,17 @@ def _describe(description: Any, package: Package, metadata: Mapping[str, str]) -
         if name not in ("author", "license", "description"):
             own.userDefined[name] = value
     for value in description.input:
-        shapes = package.enumerated.get(value.name)
-        if shapes:
-            array = value.type.multiArrayType
-            array.ClearField("ShapeFlexibility")
-            for shape in shapes:
-                array.enumeratedShapes.shapes.add(shape=shape)
+        array = value.type.multiArrayType
+        if value.name in package.enumerated or value.name in package.bounds:
+            array.ClearField("ShapeFlexibility")  # coremltools has the range in which the model was traced
+        for shape in package.enumerated.get(value.name, []):
+            array.enumeratedShapes.shapes.add(shape=shape)
+        if value.name in package.enumerated:
+            array.shape[:] = package.enumerated[value.name][0]
+        if value.name in package.bounds:
+            array.shape[:] = [usual for _, usual, _ in package.bounds[value.name]]
+        for low, _, high in package.bounds.get(value.name, []):
+            array.shapeRange.sizeRanges.add(lowerBound=low, upperBound=high)
 
 
 def _fix_identifiers(path: Path) -> None:

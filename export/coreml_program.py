@@ -8,6 +8,7 @@ arithmetic that reads them reach the device.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,8 @@ def prepare(traced: Traced) -> torch.export.ExportedProgram:
     program: torch.export.ExportedProgram = traced.program.run_decompositions({})
     graph = program.graph
     _drop_effectless(graph)
+    _pad_by_values(graph)
+    _divide_in_integers(graph)
     _fold(program, traced.prefix)
     _name_inputs(program, traced.inputs)
     for node in graph.nodes:
@@ -81,6 +84,42 @@ def _drop_effectless(graph: fx.Graph) -> None:
         elif node.op == "call_function" and name.startswith(_WITHOUT_EFFECT) and not node.users:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _pad_by_values(graph: fx.Graph) -> None:
+    """As many zeros behind as an input's length says: coremltools pads by numbers alone (9.0), so they are joined on.
+
+    pad(x, (0, n)) -> cat(x, zeros(.., n))
+    """
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.pad.default or len(node.args) != 2 or node.args[1][0] != 0:
+            continue  # ours pad behind with zeros; what else there may be, coremltools refuses by name
+        (x, (_, count, *others)), value = node.args, node.meta["val"]
+        if others or not isinstance(count, fx.Node):
+            continue
+        given = x.meta["val"].shape
+        with graph.inserting_before(node):
+            sizes = [
+                graph.call_function(aten.sym_size.int, (x, i)) if isinstance(n, torch.SymInt) else n
+                for i, n in enumerate(given)
+            ]
+            zeros = graph.call_function(aten.full.default, ([*sizes[:-1], count], 0.0), {"dtype": value.dtype})
+            joined = graph.call_function(aten.cat.default, ([x, zeros], -1))
+        zeros.meta = {**node.meta, "val": value[..., given[-1] :]}
+        joined.meta = dict(node.meta)
+        node.replace_all_uses_with(joined)
+        graph.erase_node(node)
+
+
+def _divide_in_integers(graph: fx.Graph) -> None:
+    """a // b -> int(a // b): coremltools makes a float of it (9.0), which is no length of an axis."""
+    for node in list(graph.nodes):
+        if node.target is operator.floordiv:
+            with graph.inserting_after(node):
+                whole = graph.call_function(int, (node,))
+            whole.meta = dict(node.meta)
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user, own=whole: user is not own)
 
 
 def _fold(program: torch.export.ExportedProgram, prefix: str) -> None:

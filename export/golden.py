@@ -16,12 +16,14 @@ from pom_edge.bundle import GoldenCase, sampled_rows, take_rows
 from pom_edge.errors import InputError
 from pom_edge.export.inputs import BATCH, TOKENS, Axes, Extent, axis_sizes, plan_inputs
 from pom_edge.export.reference import Arrays, Reference
+from pom_edge.extent import cut
 from pom_edge.generated import Recipe, generate
 from pom_edge.runtimes.parity import compare
 
 MAX_GOLDEN_BYTES = 16 << 20
 MAX_TAP_BYTES = 4 << 20  # golden layer outputs are kept for the smallest cases, so that `check --layers` has a reference
 MAX_REAL_SAMPLES = 64
+EACH = "tokens-"  # how the cases of a list of lengths are named: every one of them is run
 LONG = 257  # tokens of the long case: two blocks of the module's running sum
 GREAT = 4096  # where every run is longer than this, one case is all that is recorded: more would take minutes
 MAX_STREAMS = 4  # real samples in the recurrent form
@@ -130,7 +132,9 @@ def stream_cases(
         ragged: rows of different lengths, with a mask.
     """
     wanted = {"whole": (2, [24]), "single": (1, [1] * 6), "uneven": (3, [3, 1, 7, 2, 12]), "long": (2, [64, 1, 100, 7, 85])}
-    if tokens.minimum > GREAT:  # of a chunk
+    if tokens.lengths:  # each of them, the longest first
+        wanted = {"whole": (1, [*reversed(tokens.lengths), *tokens.lengths])}
+    elif tokens.minimum > GREAT:  # of a chunk
         wanted = {"whole": (1, [tokens.minimum] * 2)}
     base = axis_sizes(example, axes)
     cases = []
@@ -141,7 +145,9 @@ def stream_cases(
         if tokens.fixed:
             length = min(length, MAX_STEPS * tokens.minimum) // tokens.minimum * tokens.minimum or length
             real = {name: _shortened(array, axes[name], length) for name, array in real.items()}
-        cases.append(Case("samples", "real", _describe(real), real, chunks=_cut(length, [length // 2 or 1], tokens, frame)))
+        chunks = cut(length, tokens.lengths) if tokens.lengths else _cut(length, [length // 2 or 1], tokens, frame)
+        if chunks:
+            cases.append(Case("samples", "real", _describe(real), real, chunks=chunks))
     for seed, (name, (rows, lengths)) in enumerate(wanted.items()):
         chunks = _cut(sum(lengths), lengths, tokens, frame)
         sizes = {axis: {BATCH: rows, TOKENS: sum(chunks)}.get(axis, length) for axis, length in base.items()}
@@ -178,7 +184,9 @@ def _sizes(
 ) -> Iterator[tuple[str, dict[str, int]]]:
     base = axis_sizes(example, axes)
     wanted = {"example": (2, base.get(TOKENS, 2))}
-    if tokens.minimum <= GREAT:
+    if tokens.lengths:
+        wanted = {f"{EACH}{length}": (2, length) for length in tokens.lengths}
+    elif tokens.minimum <= GREAT:
         wanted |= {"short": (1, 2), "odd": (3, 7), "long": (2, min(longest, tokens.maximum or longest))}
     seen = set()
     for name, (rows, length) in wanted.items():
@@ -214,7 +222,7 @@ def record(cases: list[Case], session: Reference) -> tuple[list[Case], list[str]
             case.outputs, case.taps = session.run(case.inputs)
         except Exception as error:  # a user's model: anything may come
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if case.name in ("example", "whole", "samples"):
+            if case.name in ("example", "whole", "samples") or case.name.startswith(EACH):
                 raise InputError(f"the model does not accept the inputs {case.description}: {reason}") from error
             notes.append(f"{case.name} ({case.description}) left out: the model refuses it ({reason})")
             continue

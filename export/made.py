@@ -122,6 +122,10 @@ class Made(ABC):
         """In all graphs."""
         return sum(len(graph.model.graph) for graph in self.graphs)
 
+    def extent(self, axis: str) -> Extent:  # noqa: ARG002  # the passes of the streamed form have fixed shapes
+        """How long a free axis may be."""
+        return Extent()
+
     @property
     def mixers(self) -> list[str]:
         """Module paths of the mixers."""
@@ -151,6 +155,9 @@ class Single(Made):
     def __init__(self, plan: Plan, traced: Traced, batch: Extent, tokens: Extent) -> None:
         super().__init__(plan, [traced])
         self._bounds = {BATCH: batch, TOKENS: tokens}
+
+    def extent(self, axis: str) -> Extent:
+        return self._bounds.get(axis, Extent())
 
     @property
     def graph(self) -> Graph:
@@ -346,8 +353,9 @@ def tensor_spec(value: Any, bounds: Mapping[str, Extent]) -> TensorSpec:
     named = {axis: extent for axis, extent in bounds.items() if axis in shape and extent.maximum}
     limits = {axis: (extent.minimum, extent.maximum) for axis, extent in named.items()}
     usual = {axis: extent.optimum for axis, extent in named.items() if extent.optimum}
+    listed = {axis: list(extent.lengths) for axis, extent in named.items() if extent.lengths}
     dtype, rows = str(value.dtype.numpy()), table_rows(value)
-    return TensorSpec(name=value.name, dtype=dtype, shape=shape, bounds=limits, usual=usual, values=rows)
+    return TensorSpec(name=value.name, dtype=dtype, shape=shape, bounds=limits, usual=usual, lengths=listed, values=rows)
 
 
 def _torch_pass(step: Pass) -> Execute:

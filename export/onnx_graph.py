@@ -28,6 +28,7 @@ from pom_edge.export.quiet import quiet
 from pom_edge.export.reference import Taps, named_outputs
 from pom_edge.export.streamed import OFFSET, VALID, Pass, Split
 
+WIDE = 4096  # tokens up to which a narrow range is traced where it must be
 OPSET = 18  # complete in ONNX Runtime's CUDA kernels and in JetPack 6's parser; 19 and later leave operators on the CPU
 MAX_IR_VERSION = 10  # ONNX Runtime refuses what it does not know (onnxruntime#23602)
 EXTERNAL_BYTES = 1 << 30  # protobuf stops at 2 GiB; weights beyond half of that go into a file beside the graph
@@ -188,16 +189,19 @@ def trace_graph(
     """
     boundary = Boundary(model, [inside + name for name in mixers if name])
     names_of_axes = {dim for shape in axes.values() for dim in shape if isinstance(dim, str)}
-    dims = {}
-    for axis in sorted(names_of_axes):
-        extent = (extents or {}).get(axis, Extent())
-        dims[axis] = torch.export.Dim(axis, min=extent.minimum if extent.minimum > 1 else None, max=extent.maximum)
-    dynamic = {name: {i: dims[dim] for i, dim in enumerate(s) if isinstance(dim, str)} for name, s in axes.items()}
+    asked = {axis: (extents or {}).get(axis, Extent()) for axis in sorted(names_of_axes)}
     names, tap_names = boundary.names(inputs)
     arguments: tuple[Any, ...] = (inputs,)
-    free: Any = {"inputs": dynamic}
+    free: Any = _free(axes, asked)
     try:
-        program = trace(boundary, arguments, free)
+        try:
+            program = trace(boundary, arguments, free)
+        except AssertionError as error:
+            if "inconsistent min" not in str(error):
+                raise
+            # tokens // 32 has one value in a narrow range, which torch.export (2.13) takes for a contradiction
+            free = _free(axes, {axis: _widened(extent) for axis, extent in asked.items()})
+            program = trace(boundary, arguments, free)
     except InputError:
         raise
     except Exception as error:  # whatever a user's model can raise while traced
@@ -214,6 +218,19 @@ def trace_graph(
         arguments,
         free,
     )
+
+
+def _free(axes: Axes, extents: Mapping[str, Extent]) -> dict[str, Any]:
+    """``dynamic_shapes`` of the inputs."""
+    dims = {
+        axis: torch.export.Dim(axis, min=extent.minimum if extent.minimum > 1 else None, max=extent.maximum)
+        for axis, extent in extents.items()
+    }
+    return {"inputs": {name: {i: dims[d] for i, d in enumerate(shape) if isinstance(d, str)} for name, shape in axes.items()}}
+
+
+def _widened(extent: Extent) -> Extent:
+    return Extent() if extent.maximum is None else Extent(2, extent.optimum, max(extent.maximum, WIDE))
 
 
 def trace(module: nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:

@@ -9,18 +9,24 @@ from typing import Any
 
 from pom_edge.bundle import TensorSpec
 from pom_edge.export.coreml_package import Islands as Islands
-from pom_edge.export.coreml_package import Package, compress, convert, save_package
+from pom_edge.export.coreml_package import Package, convert, save_package
+from pom_edge.export.coreml_program import coreml_name
 from pom_edge.export.coreml_stateful import stateful_plan, trace_stateful
+from pom_edge.export.coreml_weights import compress
 from pom_edge.export.forms import Plan
+from pom_edge.export.inputs import Extent
 from pom_edge.export.made import Made
 from pom_edge.export.onnx_graph import Traced
+from pom_edge.manifest import PALETTES
 from pom_edge.runtimes.coreml_session import EVALUATED, open_package
 from pom_edge.runtimes.mil_program import MilProgram
 from pom_edge.runtimes.stepping import NEXT, STATE, Execute, is_state
 
 NARROW = {"int64": "int32"}  # Core ML has no 64-bit integers
 
-__all__ = ["Packages"]
+WEIGHTS_ONLY = ("w8", "w4", *PALETTES)
+
+__all__ = ["WEIGHTS_ONLY", "Packages"]
 
 
 class Packages:
@@ -28,12 +34,12 @@ class Packages:
 
     Args:
         base: in FP32, of the same shapes.
-        precision: ``"fp32"``, ``"fp16"``, ``"int8"``, ``"w8"`` or ``"w4"``.
+        precision: ``"fp32"``, ``"fp16"``, ``"int8"``, or one of :data:`WEIGHTS_ONLY`.
         islands: what stays in FP32 in each graph; None: all of it.
         target: minimum deployment target.
         traced: what to convert instead of the base's own programs (a quantized one).
         stateful: the recurrent form keeps its state in the package (iOS18), all but the count.
-        float_weights: ``w8``, ``w4``: module paths whose weights stay FP16.
+        float_weights: weights alone: module paths whose weights stay FP16.
     """
 
     target = "coreml"
@@ -59,11 +65,23 @@ class Packages:
             programs = [trace_stateful(base.plan)]
         each = [None] * len(programs) if islands is None else islands
         self.packages: list[Package] = [convert(t, kept, target) for t, kept in zip(programs, each, strict=True)]
-        if precision in ("w8", "w4"):
+        if precision in WEIGHTS_ONLY:
             for package in self.packages:
                 compress(package, precision, float_weights)
+        if base.plan.form != "streamed":
+            for spec in base.fields()["inputs"]:
+                self._flexible(spec)
         self._taps: list[dict[str, str]] = []
         self._programs: list[MilProgram] = []
+
+    def _flexible(self, spec: TensorSpec) -> None:
+        """What the package says of the shapes that an input may have, the shortest first."""
+        name, package = coreml_name(spec.name), self.packages[0]
+        for axis, lengths in spec.lengths.items():
+            package.enumerated[name] = [[length if dim == axis else int(dim) for dim in spec.shape] for length in lengths]
+        if spec.bounds and not spec.lengths:
+            extents = [self.base.extent(dim) if isinstance(dim, str) else Extent(dim, dim, dim) for dim in spec.shape]
+            package.bounds[name] = [(e.minimum, e.optimum or e.minimum, e.maximum or e.minimum) for e in extents]
 
     @property
     def mixers(self) -> list[str]:
@@ -90,6 +108,7 @@ class Packages:
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[str]:
         """Write the packages; returns the paths of their files inside the folder."""
         self._taps, self._programs = [], []
+        metadata = {"description": f"{self.plan.form} form in {self.precision}, by pom-edge", **metadata}
         for file, package in zip(self.files(), self.packages, strict=True):
             (folder / file).parent.mkdir(exist_ok=True)
             self._taps.append(save_package(package, folder / file, metadata))
@@ -104,6 +123,11 @@ class Packages:
             nexts = {_following(name): _following(name) for name in self._states}
             executes.append(open_package(folder / file, package.outputs | taps | nexts))
         return self.base.drive(executes)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What coremltools said of the model."""
+        return list(dict.fromkeys(text for package in self.packages for text in package.warnings))
 
     @property
     def nodes(self) -> int:

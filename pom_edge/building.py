@@ -149,6 +149,11 @@ class Builder:
         return self._folder
 
     @property
+    def scratch(self) -> Path:
+        """For what is not kept."""
+        return self._scratch
+
+    @property
     def outputs(self) -> list[str]:
         """Names of the model's outputs."""
         return self._outputs
@@ -276,7 +281,8 @@ class Builder:
             built = self._half(form.made, self._options.remainder, "int8", finish)
             stage = self._graph_stage(built.made, self._folder)
         hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)
-        eager_db = self._hold_eager(built.made, form.eager)
+        gated = built.made.remainder == "fp32"
+        eager_db = self.hold_eager(built.made.written(self._folder, optimize=False), form.eager, "the INT8 graph", gated)
         built.parity = self.parity({**self._stages, "eager": eager, "quantized": stage}, "int8", eager_db)
         built.quantization = self.quantization(form, data, alone, kept)
         built.notes += [*data.warnings, *form.warnings]
@@ -348,20 +354,32 @@ class Builder:
             kept.append(chosen[0])
             self._step(f"{chosen[0]} back to float ({alone[chosen[0]]:.1f} dB alone)")
 
-    def _hold_eager(self, made: Made, eager: Execute) -> float:
+    def hold_eager(self, exact: Execute, eager: Execute, what: str, gated: bool = True) -> float:
         """The file means what the quantized model in PyTorch computes: its runtime's rewrites left aside.
 
-        Q/DQ graphs are chaotic near 1e-3: a value at the middle between two integers goes one way or the other.
+        Q/DQ graphs are chaotic near 1e-3: a value at the middle between two integers goes one way or the other. So the gate is
+        for a file whose rest computes in FP32.
+
+        Args:
+            exact: the file, outputs and mixers by name.
+            eager: the quantized model in PyTorch.
+            what: the file in words.
+            gated: whether to hold the gate, beside measuring.
+
+        Returns:
+            The lowest SNR in dB of an output or a mixer.
+
+        Raises:
+            GateError: below the gate.
         """
-        exact = made.written(self._folder, optimize=False)
         found = []
         for case in self._cases:
-            truth, values = (made.plan.through(run, case.inputs, case.chunks) for run in (eager, exact))
+            truth, values = (self._made.plan.through(run, case.inputs, case.chunks) for run in (eager, exact))
             found += [measure(truth[name], values[name]) for name in (*case.outputs, *case.taps)]
         eager_db = round(worst(found).snr_db, 2)
-        if made.remainder == "fp32" and eager_db < EAGER_GATE_DB:
+        if gated and eager_db < EAGER_GATE_DB:
             raise GateError(
-                f"the INT8 graph is not the quantized model of PyTorch: {eager_db:.1f} dB; the gate is {EAGER_GATE_DB:g} dB"
+                f"{what} is not the quantized model of PyTorch: {eager_db:.1f} dB; the gate is {EAGER_GATE_DB:g} dB"
             )
         return eager_db
 

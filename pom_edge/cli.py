@@ -154,12 +154,18 @@ def export_command(
     ],
     target: Annotated[list[str] | None, typer.Option(help="onnx, coreml, trt, rtx (repeatable).  [default: onnx]")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="fp32, fp16, bf16, int8, w8, w4 (repeatable).  [default: onnx fp32, others fp16]")
+        list[str] | None,
+        typer.Option(
+            help="fp32, fp16, bf16, int8, w8, w4; coreml: p8, p6, p4 (repeatable).  [default: onnx fp32, others fp16]"
+        ),
     ] = None,
     form: Annotated[
         str | None, typer.Option(help="parallel, recurrent (chunk by chunk) or streamed (fixed memory).  [default: parallel]")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it; default: free.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="N fixes the token count, MIN:OPT:MAX bounds it, N,M,.. lists it (coreml); default: free."),
+    ] = None,
     batch: Annotated[str | None, typer.Option(help="N or MIN:OPT:MAX; default: free.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Streamed: tokens of a chunk.  [default: measured]")] = None,
     mask: Annotated[
@@ -182,6 +188,8 @@ def export_command(
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
     minimum_deployment_target: Annotated[str, typer.Option(help="Core ML: iOS16, iOS17 or iOS18.")] = "iOS17",
     stateful: Annotated[bool, typer.Option("--stateful", help="Core ML, recurrent: keep the state in the package.")] = False,
+    author: Annotated[str | None, typer.Option(help="Of the model, for the metadata of its files.")] = None,
+    license_: Annotated[str | None, typer.Option("--license", help="Of the model, likewise.")] = None,
     memory_budget: Annotated[
         str | None, typer.Option(help="Choose form and chunk to keep this much memory (512MiB) in a run of --tokens N.")
     ] = None,
@@ -231,6 +239,8 @@ def export_command(
         remainder=remainder,
         deployment_target=minimum_deployment_target,
         stateful=stateful,
+        author=author,
+        license=license_,
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "--memory-budget"),
         compute_capability=tuple(compute_capability or ()),
         workspace=None if workspace is None else parse_size(workspace, "--workspace"),

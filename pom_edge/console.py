@@ -213,6 +213,8 @@ def print_check(report: CheckReport) -> None:
     for artifact in report.artifacts:
         if artifact.metric is not None:
             print(say_metric(artifact.metric))
+        if artifact.plan is not None:
+            print(f"{artifact.file}, {artifact.runtime}: {_plan(artifact.plan)}")
         if artifact.diverges:
             print(f"first layer that diverges: {artifact.diverges}")
         for test in artifact.vacuous:
@@ -222,6 +224,14 @@ def print_check(report: CheckReport) -> None:
     for file, reason in report.damaged.items():
         print(f"damaged: {file}: {reason}")
     print("passed" if report.passed else "failed")
+
+
+def _plan(plan: dict[str, Any]) -> str:
+    """neural_engine 180, cpu 30; not on the Neural Engine: cumsum 2, real_div 1."""
+    if "unavailable" in plan:
+        return str(plan["unavailable"])
+    devices, others = (", ".join(f"{name} {count}" for name, count in plan[key].items()) for key in plan)
+    return devices + (f"; not on the Neural Engine: {others}" if others else "")
 
 
 def print_info(facts: dict[str, Any]) -> None:

@@ -9,54 +9,96 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
-from pom_edge.errors import InputError, MissingExtraError
+from pom_edge.errors import GateError, InputError, MissingExtraError
+from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
+from pom_edge.manifest import PALETTES
+from pom_edge.runtimes.coreml_library import OLDEST_TORCH, TESTED_TORCH
 from pom_edge.runtimes.coreml_session import EVALUATED
-from pom_edge.runtimes.parity import measure, worst
 
 if TYPE_CHECKING:
     from pom_edge.export.forms import Plan
     from pom_edge.export.onnx_graph import Traced
     from pom_edge.export.packages import Islands, Packages
     from pom_edge.options import ExportOptions
-    from pom_edge.runtimes.stepping import Execute
+    from pom_edge.quantize.forms import QuantizedForm
+    from pom_edge.subject import Subject
 
 INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
+MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
+IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
+SLOW_INT8 = (
+    "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it "
+    "beside --precision w8"
+)
+ONE_ROW = "coreml int8: no activation is INT8, for a product of one row gains nothing by it: weights alone are, as in w8"
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
-__all__ = ["build_coreml", "check_coreml", "coreml_options", "fix_axes", "missing_coreml"]
+__all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
+
+
+def known_target(options: ExportOptions) -> int:
+    """The iOS of ``--minimum-deployment-target``.
+
+    Raises:
+        InputError: an unknown one.
+    """
+    target = options.deployment_target
+    if target not in IOS:
+        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(IOS)}")
+    return IOS[target]
 
 
 def check_coreml(options: ExportOptions) -> None:
     """Refuse what Core ML does not have.
 
     Raises:
-        InputError: BF16, an unknown deployment target, or one too old for the precision.
+        InputError: BF16, an unknown deployment target, or one too old for what is asked for.
     """
-    known = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
-    target, precisions = options.deployment_target, options.precisions_of("coreml")
-    if target not in known:
-        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(known)}")
+    ios, precisions = known_target(options), options.precisions_of("coreml")
     if "bf16" in precisions:
         raise InputError("Core ML has no BF16; use --precision fp16, its own default, or fp32")
     for precision, oldest in (("int8", 17), ("w4", 18)):
-        if precision in precisions and known[target] < oldest:
+        if precision in precisions and ios < oldest:
             raise InputError(
                 f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
                 f"iOS{oldest}"
             )
-    if options.stateful and (options.form != "recurrent" or known[target] < 18 or "int8" in precisions):
+    if options.stateful and (options.form != "recurrent" or ios < 18 or "int8" in precisions):
         raise InputError(
             "--stateful needs --form recurrent, --minimum-deployment-target iOS18 or macOS15, and another precision than int8; "
             "without it the state goes in and out as FP32 tensors, from iOS16 on"
         )
     if options.memory_budget is not None:
         raise InputError("--memory-budget is for ONNX Runtime, whose memory can be predicted; Core ML's cannot: leave it out")
-    if options.tokens is None or ":" not in str(options.tokens):
-        return
-    if options.form == "recurrent":
-        raise InputError(f"--tokens is {options.tokens!r}; a chunk of the recurrent form has one length on Core ML: give N")
+    if options.remainder != "fp32" and set(options.targets) == {"coreml"}:
+        raise InputError(
+            f"--remainder {options.remainder} is for the other targets: on Core ML what is not INT8 computes in FP16, with "
+            "islands of FP32; leave it out"
+        )
+    _check_lengths(options)
+
+
+def _check_lengths(options: ExportOptions) -> None:
+    text = str(options.tokens)
+    if ":" in text and options.form == "recurrent":
+        raise InputError(
+            f"--tokens is {text!r}; a chunk of the recurrent form has one length on Core ML, or a list of them: give N, or N,M"
+        )
+    listed = Extent.parse(options.tokens, "--tokens").lengths
+    if len(listed) > MAX_LISTED:
+        raise InputError(f"--tokens lists {len(listed)} lengths; Core ML takes {MAX_LISTED}")
+    if listed and (options.stateful or not Extent.parse(options.batch or 1, "--batch").fixed):
+        given = "--stateful" if options.stateful else f"--batch {options.batch}"
+        raise InputError(
+            f"--tokens is {text!r}, a list of lengths, which goes with neither --stateful nor a range of --batch; "
+            f"found {given}: give N, or leave it out"
+        )
+    if listed and options.form == "streamed":
+        raise InputError(f"--tokens is {text!r}; the passes of the streamed form take any length: give MIN:OPT:MAX, or nothing")
+    if listed and set(options.targets) != {"coreml"}:
+        raise InputError(f"--tokens is {text!r}; only --target coreml takes a list of lengths: export it alone, or give N")
 
 
 def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
@@ -72,11 +114,46 @@ def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
     return [{"target": "coreml", "reason": "coremltools is not installed", "run": f"{INSTALL}, then export {out.name} again"}]
 
 
-def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> ExportOptions:
-    """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given."""
-    from pom_edge.export.inputs import TOKENS, Extent, plan_axes
+def check_torch() -> list[str]:
+    """A note where this torch is not the tested one.
 
-    changes: dict[str, Any] = {"batch": options.batch or 1, "targets": ("coreml",)}
+    Raises:
+        InputError: it is too old.
+    """
+    import torch
+
+    found = torch.__version__
+    version = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    oldest, tested = (".".join(map(str, each)) for each in (OLDEST_TORCH, TESTED_TORCH))
+    if version < OLDEST_TORCH:
+        raise InputError(
+            f"torch {found} is too old for --target coreml: {oldest} is the oldest, {tested} is tested. Run: pip install "
+            "--upgrade 'pom-edge[export,coreml]'"
+        )
+    if version == TESTED_TORCH:
+        return []
+    return [
+        f"coreml: torch {found} is not tested with coremltools, {tested} is; what was converted is evaluated beside PyTorch"
+    ]
+
+
+def coreml_options(options: ExportOptions, subject: Subject) -> ExportOptions:
+    """Shapes as the Neural Engine takes them: one sequence, and one token count unless lengths were given.
+
+    Raises:
+        InputError: several inputs of listed lengths for a target that takes one.
+    """
+    from pom_edge.export.inputs import TOKENS, plan_axes
+
+    example = subject.example
+    changes: dict[str, Any] = {"batch": options.batch or _own_batch(subject), "targets": ("coreml",)}
+    if "," in str(options.tokens):
+        changing = [name for name, dims in plan_axes(dict(example), Extent(1, 1, 1), Extent()).items() if TOKENS in dims]
+        if len(changing) > 1 and known_target(options) < 18:
+            raise InputError(
+                f"--tokens is {options.tokens!r}, and {', '.join(changing)} have these lengths together, which needs iOS18 or "
+                "macOS15: give --minimum-deployment-target iOS18, or one number"
+            )
     if options.form == "streamed":
         if options.chunk is None:
             changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
@@ -86,6 +163,16 @@ def coreml_options(options: ExportOptions, example: Mapping[str, Any]) -> Export
         if lengths:
             changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
     return dataclasses.replace(options, **changes)
+
+
+def _own_batch(subject: Subject) -> int:
+    """One sequence, unless a ``.pt2`` was traced for another number."""
+    if subject.program is None:
+        return 1
+    names = subject.program.graph_signature.user_inputs
+    first = next(node for node in subject.program.graph.nodes if node.op == "placeholder" and node.name in names)
+    size = first.meta["val"].shape[0] if first.meta["val"].ndim else 1
+    return size if isinstance(size, int) else 1
 
 
 def fix_axes(plan: Plan, example: Mapping[str, Any]) -> None:
@@ -117,11 +204,11 @@ class _CoreML:
         self._builder, self._options, self._precision = builder, options, precision
         self._made, self._cases = builder.made, builder.cases
         self._gate_db = builder.gate_db(precision)
-        self._weights_only = precision in ("w8", "w4")
+        self._weights_only = precision in ("w8", "w4", *PALETTES)
 
     def build(self) -> Built:
         keep: set[str] = set()
-        form = quantization = eager = None
+        form = quantization = exact = eager = None
         if self._precision == "int8":
             form, data, alone, floats = self._builder.quantized()
             quantization = self._builder.quantization(form, data, alone, floats)
@@ -141,30 +228,48 @@ class _CoreML:
                 below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
             if self._weights_only and below <= keep:  # the mixer is as it was: what comes before it is not
                 below = {path.rpartition(".")[0] for path in below} - {""}
+            if self._weights_only and not below - keep:
+                worst = min(failed, key=lambda name: failed[name].snr_db)
+                raise GateError(
+                    f"{self._precision} misses its gate of {self._gate_db:g} dB with the weights of every mixer and its block "
+                    f"in FP16 ({worst} {failed[worst].snr_db:.1f} dB): the rest costs too much; use --precision w8, p8 or fp16"
+                )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
             keep |= below
         width = "with FP16 weights" if self._weights_only else "in FP32"
         notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept {width}, for the gate"] if keep else []
+        notes += [f"coreml {self._precision}: coremltools says: {text}" for text in packages.warnings]
         if ranges is not None:
             ranges["half_share"] = packages.half_share
         stages = dict(self._builder.stages)
         if form is not None:
+            notes += [f"coreml int8: {text}" for text in (*data.warnings, *form.warnings)]
+            notes += [f"coreml int8: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
+            notes.append(SLOW_INT8 if "quantize" in packages.operators() else ONE_ROW)
             stages["eager"] = against(self._cases, self._made.plan, form.eager)
-            eager = self._beside_eager(packages, form.eager)
+            exact, eager = self._beside_eager(packages, form)
         parity = self._builder.parity({**stages, "coreml": stage}, self._precision, eager)
         parity["operators"] = packages.operators()
+        if form is not None:
+            parity["snr_db_eager_fp32"] = exact
         return Built(packages, files, parity, ranges, quantization, notes=notes, verified=EVALUATED)
 
-    def _beside_eager(self, packages: Packages, eager: Execute) -> float:
-        """SNR of the package against the quantized model of PyTorch: a figure and no gate, since what is between integers
-        computes in FP16 here, and a value at the middle between two integers goes one way or the other."""
+    def _beside_eager(self, packages: Packages, form: QuantizedForm) -> tuple[float, float]:
+        """SNR against the quantized model of PyTorch: of the program with FP32 between its integers, and of the package.
+
+        The gate is held on the first: the conversion means what PyTorch computes. The second is a figure, for FP16 between the
+        integers sends values halfway between two of them either way.
+        """
+        from pom_edge.export.packages import Packages
+
+        step, scratch = self._builder.step, self._builder.scratch
+        step("convert to Core ML in int8 and FP32, and compare with the quantized model")
+        exact = Packages(self._made, "int8", None, self._options.deployment_target, form.made.traced_graphs)
+        exact.save(scratch, {})
+        held = self._builder.hold_eager(exact.written(scratch), form.eager, "the Core ML program")
         run = packages.written(self._builder.folder)
-        found = []
-        for case in self._cases:
-            truth, values = (self._made.plan.through(each, case.inputs, case.chunks) for each in (eager, run))
-            found += [measure(truth[name], values[name]) for name in self._builder.outputs]
-        return round(worst(found).snr_db, 2)
+        return held, self._builder.hold_eager(run, form.eager, "the package", gated=False)
 
     def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
         from pom_edge.export.packages import Islands

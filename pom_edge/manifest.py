@@ -14,7 +14,8 @@ FORMAT: Final = "pom-edge-bundle"
 VERSION = 1
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 SAMPLED_ROWS = 64
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
+PALETTES = ("p8", "p6", "p4")  # Core ML: each weight is one of 2^n values of its tensor
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4", *PALETTES)
 
 __all__ = [
     "DTYPES", "FORMAT", "PRECISIONS", "SAMPLED_ROWS", "VERSION", "Artifact", "FileEntry", "GoldenCase", "ImageSpec", "Manifest",
@@ -33,12 +34,13 @@ def _one_of(value: str, known: tuple[str, ...]) -> str:
 
 
 class TensorSpec(_Model):
-    """A graph input or output: free axes are names, and may have bounds and a usual length."""
+    """A graph input or output: free axes are names; they may have bounds and a usual length, or be one of ``lengths``."""
 
     name: str
     dtype: str
     shape: list[int | str]
     bounds: dict[str, tuple[int, int | None]] = Field(default_factory=dict)
+    lengths: dict[str, list[int]] = Field(default_factory=dict)  # listed: there are no others
     usual: dict[str, int] = Field(default_factory=dict)  # the OPT of MIN:OPT:MAX, for which engines are tuned
     values: tuple[int, int] | None = None  # of indices into a table: runtimes take -1 for its last row, and say nothing
 

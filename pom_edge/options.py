@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.coreml import check_coreml
 from pom_edge.engine_options import EngineOptions
 from pom_edge.errors import InputError
+from pom_edge.manifest import PALETTES, PRECISIONS
 from pom_edge.metric import Metric
 from pom_edge.runtimes.parity import GATES_DB, MAX_SNR_DB
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 TARGETS = ("onnx", "coreml", "trt", "rtx")
 DEFAULT_PRECISION = {"onnx": "fp32", "coreml": "fp16", "trt": "fp16", "rtx": "fp16"}
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4")
 REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -53,6 +53,8 @@ class ExportOptions:
     remainder: str = "fp32"
     deployment_target: str = "iOS17"
     stateful: bool = False
+    author: str | None = None
+    license: str | None = None
     memory_budget: int | None = None
     compute_capability: Sequence[str] = ()
     workspace: int | None = None
@@ -111,8 +113,14 @@ class ExportOptions:
             raise InputError("--minimum-deployment-target is for --target coreml; leave it out")
         if self.stateful and "coreml" not in self.targets:
             raise InputError("--stateful is for --target coreml")
+        if (palettes := set(self.precisions) & set(PALETTES)) and set(self.targets) != {"coreml"}:
+            raise InputError(
+                f"--precision {min(palettes)}, a palette of weights, is for --target coreml alone; others have w8, w4"
+            )
         if "coreml" in self.targets:
             check_coreml(self)
+        elif "," in str(self.tokens):
+            raise InputError(f"--tokens is {self.tokens!r}; a list of lengths is for --target coreml: give N or MIN:OPT:MAX")
         lowest = min(GATES_DB[precision] for precision in self.precisions_of(*self.targets))
         if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
             raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.coreml import build_coreml, coreml_options, missing_coreml
+from pom_edge.coreml import build_coreml, check_torch, coreml_options, missing_coreml
 from pom_edge.engine_options import COMPILED
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
@@ -127,8 +127,8 @@ def export_bundle(
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
         targets: ``"onnx"``, ``"coreml"``, ``"trt"``, ``"rtx"``, or several of them.
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, or several of them; by default FP32 for
-            ONNX and FP16 for Core ML and engines.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, for Core ML ``"p8"``, ``"p6"``, ``"p4"``,
+            or several of them; by default FP32 for ONNX and FP16 for Core ML and engines.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.
@@ -239,12 +239,13 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     start = time.perf_counter()
     missing = missing_coreml(options, out)
+    torch_notes = check_torch() if "coreml" in options.targets and not missing else []
     graphs = [target for target in options.targets if target != "coreml"]
     narrow = None  # beside graphs, the packages of fixed shapes have a form of their own
     if "coreml" in options.targets and not graphs:
-        options = coreml_options(options, subject.example)
+        options = coreml_options(options, subject)
     elif "coreml" in options.targets and not missing:
-        narrow = coreml_options(options, subject.example)
+        narrow = coreml_options(options, subject)
     metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     if options.form == "streamed" and options.batch is None:
@@ -257,7 +258,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     made, notes = make_graphs(subject, options, batch, tokens, step)
     plan = made.plan
     step("lint")
-    notes += made.lint()
+    notes += [*torch_notes, *made.lint()]
 
     if options.memory_budget is not None:
         step("predict its memory")
@@ -270,6 +271,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     config_hash = _hash({"model": subject.info, "mixers": plan.mixers})
     metadata = {"producer": "pom-edge", "version": _version("pom-edge"), "config_hash": config_hash}
+    metadata |= {name: text for name in ("author", "license") if (text := getattr(options, name))}
     with write_bundle(out, options.overwrite) as folder:
         with tempfile.TemporaryDirectory() as scratch:
             own = options.precisions_of(*graphs) if graphs else ()

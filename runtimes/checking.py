@@ -36,6 +36,7 @@ class ArtifactCheck:
     diverges: str | None = None
     layers: dict[str, Metrics] = field(default_factory=dict)
     metric: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None  # which devices its operations run on, where the runtime says so
 
     @property
     def vacuous(self) -> list[str]:
@@ -63,6 +64,7 @@ class ArtifactCheck:
             "layers": {name: metrics.to_dict() for name, metrics in self.layers.items()},
             "diverges": self.diverges,
             "metric": self.metric,
+            "plan": self.plan,
             "passed": self.passed,
         }
 
@@ -120,6 +122,7 @@ def check_session(session: Session, layers: bool = False, metric: Metric | None 
         raise BundleError(f"{session.bundle.path.name} carries no golden data that this artifact runs: nothing can be checked")
     check.vacuity = summarise(check.vacuity)
     check.outputs = {name: worst(metrics) for name, metrics in found.items()}
+    check.plan = session.plan()
     if metric is not None:
         check.metric = _compare_metric(metric, session)
     if layers:
@@ -166,7 +169,7 @@ def check_bundle(
     for file in files:
         try:
             with open_session(Path(path), runtime=runtime, artifact=file, threads=threads) as session:
-                reports.append(check_session(session, layers=layers, metric=metric))
+                reports += [check_session(each, layers=layers, metric=metric) for each in session.variants()]
         except MissingExtraError as error:
             if file is None or file == artifact:
                 raise

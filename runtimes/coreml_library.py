@@ -12,9 +12,13 @@ from typing import Any
 
 from pom_edge.errors import InputError, require
 
+OLDEST_TORCH, TESTED_TORCH = (2, 8), (2, 13)  # torch.export's options came with 2.8; the tests run on 2.13
 OLDEST = (9, 0)  # what the tests run on; numpy 2.4 needs the torch.export route, whose gaps 9.0 closed
 
-__all__ = ["load_coremltools", "on_apple", "quiet_coremltools"]
+# What a conversion says about coremltools' and torch's own code: deprecated calls, folders cleaned up late
+INTERNAL = (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ResourceWarning)
+
+__all__ = ["listen_to_coremltools", "load_coremltools", "on_apple", "quiet_coremltools"]
 
 
 def on_apple() -> bool:
@@ -33,6 +37,37 @@ def quiet_coremltools() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+
+
+class _Listener(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def listen_to_coremltools() -> Iterator[list[str]]:
+    """Collect coremltools' warnings about a model in place of printing them: they go into the report, one line each.
+
+    Its progress bars, and what it says of its own code (:data:`INTERNAL`), are left out.
+    """
+    said: list[str] = []
+    logger = logging.getLogger("coremltools")
+    handlers, propagates = list(logger.handlers), logger.propagate
+    logger.handlers, logger.propagate = [_Listener(said)], False
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("always")
+            yield said
+        said += [str(each.message) for each in caught if not issubclass(each.category, INTERNAL)]
+        said[:] = [" ".join(text.split()) for text in dict.fromkeys(said)]
+    finally:
+        logger.handlers, logger.propagate = handlers, propagates
 
 
 def load_coremltools() -> Any:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle
-from pom_edge.errors import BundleError, InputError, PomError
-from pom_edge.runtimes.coreml_library import load_coremltools, on_apple, quiet_coremltools
+from pom_edge.errors import InputError
+from pom_edge.runtimes.coreml_device import UNITS, CoreMLModel, check_units
+from pom_edge.runtimes.coreml_library import load_coremltools, on_apple
 from pom_edge.runtimes.mil_program import MilProgram
 from pom_edge.runtimes.session import Session
 from pom_edge.runtimes.stepping import NEXT, STATE, run_rows
 
 EVALUATED = "evaluated, not run on a device"
-UNITS = ("ALL", "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE")
 
 __all__ = ["EVALUATED", "CoreMLSession", "open_package"]
 
@@ -37,14 +38,31 @@ class CoreMLSession(Session):
 
     def __init__(self, bundle: Bundle, artifact: Artifact, spill: Path | None = None, units: str = "ALL") -> None:
         super().__init__(bundle, artifact, spill)
-        library = load_coremltools()
-        self._version = library.__version__
+        self._version = load_coremltools().__version__
         files = [artifact.file] if artifact.stream is None else [step.file for step in artifact.stream.passes]
-        self._units = units
-        self._natives: list[Any] = []
-        for file in files:
-            path = bundle.path / file
-            self._natives.append(_CoreMLModel(path, units) if on_apple() else MilProgram(path))
+        self._paths = [bundle.path / file for file in files]
+        self._load(units)
+
+    def _load(self, units: str) -> None:
+        self._units = check_units(units)
+        self._natives: list[Any] = [CoreMLModel(path, units) if on_apple() else MilProgram(path) for path in self._paths]
+
+    def variants(self) -> Iterator[Session]:
+        """On macOS for each choice of compute units in turn, elsewhere as it is."""
+        for units in UNITS if on_apple() else (self._units,):
+            if units != self._units:
+                self._load(units)
+            yield self
+
+    def plan(self) -> dict[str, Any] | None:
+        """Where Core ML means to run the operations of all passes; None where it cannot be asked."""
+        try:
+            plans = [native.plan() for native in self._natives if isinstance(native, CoreMLModel)]
+        except InputError as error:  # an older macOS: the results are what they are without it
+            return {"unavailable": str(error)}
+        if not plans:
+            return None
+        return {key: dict(sum((Counter(plan[key]) for plan in plans), Counter())) for key in plans[0]}
 
     @property
     def runtime(self) -> str:
@@ -67,47 +85,6 @@ class CoreMLSession(Session):
 
     def close(self) -> None:
         self._natives = []
-
-
-class _CoreMLModel:
-    """A package in Core ML itself: macOS only."""
-
-    def __init__(self, path: Path, units: str) -> None:
-        if units not in UNITS:
-            raise InputError(f"compute units {units!r} are unknown; expected one of {', '.join(UNITS)}")
-        library = load_coremltools()
-        try:
-            with quiet_coremltools():
-                self._model = library.models.MLModel(str(path), compute_units=getattr(library.ComputeUnit, units))
-        except PomError:
-            raise
-        except Exception as error:  # Core ML's own exceptions
-            raise BundleError(f"Core ML cannot load {path.name}: {error}") from error
-        description = self._model.get_spec().description
-        self.inputs = {value.name: "" for value in description.input}
-        self.states = {value.name: tuple(value.type.stateType.arrayType.shape) for value in description.state}
-        self._float = {v.name for v in description.input if v.type.multiArrayType.dataType in (65552, 65568)}
-
-    def run(
-        self, inputs: Mapping[str, np.ndarray], wanted: Mapping[str, str], states: dict[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """As :meth:`MilProgram.run`, outputs only."""
-        feeds = {name: array.astype(np.float32 if name in self._float else np.int32) for name, array in inputs.items()}
-        try:
-            if not self.states:
-                return self._outputs(self._model.predict(feeds), wanted)
-            state = self._model.make_state()
-            for name, array in states.items():
-                state.write_state(name, array.astype(np.float16))
-            found = self._model.predict(feeds, state=state)
-            states.update({name: np.asarray(state.read_state(name), np.float32) for name in self.states})
-        except Exception as error:
-            raise InputError(f"Core ML cannot run the package: {error}") from error
-        return self._outputs(found, wanted)
-
-    @staticmethod
-    def _outputs(found: Mapping[str, np.ndarray], wanted: Mapping[str, str]) -> dict[str, np.ndarray]:
-        return {name: np.asarray(found[value]) for name, value in wanted.items()}
 
 
 def package_name(name: str) -> str:

@@ -63,7 +63,7 @@ def _rows(specs: list[TensorSpec], artifact: Artifact, inputs: Arrays) -> int | 
                     return None
             elif axis == BATCH_AXIS and length == inputs[specs[0].name].shape[BATCH_AXIS]:
                 continue
-            elif length < low or (high is not None and length > high):
+            elif length < low or (high is not None and length > high) or length not in spec.lengths.get(str(dim), [length]):
                 return None
     return rows
 
@@ -81,6 +81,8 @@ def _chunks(specs: list[TensorSpec], artifact: Artifact, chunks: list[int]) -> l
         return []
     dim = spec.shape[artifact.token_axes[spec.name]]
     low, high = (dim, dim) if isinstance(dim, int) else spec.bounds.get(dim, (1, None))
+    if isinstance(dim, str) and dim in spec.lengths:
+        return chunks if set(chunks) <= set(spec.lengths[dim]) else []
     if all(low <= chunk and (high is None or chunk <= high) for chunk in chunks):
         return chunks
     if artifact.frames or high is None:  # a frame is seen as a whole

@@ -26,6 +26,7 @@ DTYPES = {
     "int16": np.int16,
     "uint16": np.uint16,
     "int32": np.int32,
+    "uint32": np.uint32,
     "bool": np.bool_,
 }
 MOVING = frozenset(  # they change no value, so there is nothing to round

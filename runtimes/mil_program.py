@@ -200,7 +200,8 @@ class MilProgram:
             bound = [self._bound(binding) for binding in argument.arguments]
             several = len(bound) > 1 or name == "values"
             if any(isinstance(each, str) for each, _ in bound):
-                found = [str(each) for each, _ in bound]
+                place = f"{len(self._operations)}.{name}"  # no name that a program could have
+                found = [self._named(each, value, f"{place}.{i}") for i, (each, value) in enumerate(bound)]
                 reads[name] = found if several else found[0]
             else:
                 constants[name] = [value for _, value in bound] if several else bound[0][1]
@@ -220,6 +221,12 @@ class MilProgram:
         self.half_operations += HALF in dtypes
         self.float_operations += HALF in dtypes or "fp32" in dtypes
         self._operations.append(made)
+
+    def _named(self, name: str | None, value: Any, own: str) -> str:
+        """A value among others that are computed: by its name, and a constant by one of our own."""
+        if name is None:
+            self.constants[own] = value
+        return own if name is None else name
 
     def _bound(self, binding: Any) -> tuple[str | None, Any]:
         """Name of a value, or None and the constant."""

@@ -17,7 +17,17 @@ from pom_edge.errors import InputError
 
 Arrays = Mapping[str, np.ndarray]
 
-GATES_DB: dict[str, float] = {"fp32": 90.0, "fp16": 45.0, "bf16": 30.0, "int8": 20.0, "w8": 40.0, "w4": 20.0}
+GATES_DB: dict[str, float] = {
+    "fp32": 90.0,
+    "fp16": 45.0,
+    "bf16": 30.0,
+    "int8": 20.0,
+    "w8": 40.0,
+    "w4": 20.0,
+    "p8": 40.0,
+    "p6": 20.0,
+    "p4": 20.0,
+}
 MAX_SNR_DB = 300.0  # identical arrays; a number, since JSON has no infinity
 
 __all__ = [

@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pom_edge.bundle import Artifact, Bundle, PassSpec, StreamSpec, TensorSpec
 from pom_edge.engine_options import rebuild_command
 from pom_edge.errors import BundleError, InputError
+from pom_edge.extent import cut
 from pom_edge.runtimes.stepping import COUNT, Execute, empty_state, is_state, load_state, next_state, run_chunks, save_state
 from pom_edge.runtimes.streamed import Feed, Progress, run_passes, run_stream
 from pom_edge.runtimes.tokens import Buffer, NpySink, NpySource, check_folder
@@ -240,6 +241,14 @@ class Session(ABC):
         self._must_be_recurrent("load_state")
         self._state = load_state(Path(path), self.artifact, self.bundle.sha256(self.artifact.file))
 
+    def variants(self) -> Iterator[Session]:
+        """What a check runs: this session, and where its runtime has choices that change results, itself for each of them."""
+        yield self
+
+    def plan(self) -> dict[str, Any] | None:
+        """Which devices its operations run on, where the runtime says so."""
+        return None
+
     def check(self) -> CheckReport:
         """Compare with the PyTorch answers that the bundle carries."""
         from pom_edge.runtimes.checking import check_session
@@ -285,6 +294,12 @@ class Session(ABC):
 
     def _chunks(self, length: int) -> list[int]:
         """A sequence in the longest chunks that the artifact takes."""
+        listed = next((spec.lengths[TOKENS] for spec in self.inputs if TOKENS in spec.lengths), None)
+        if listed is not None:
+            chunks = cut(length, listed)
+            if not chunks:
+                raise InputError(f"{length} tokens cannot be cut into chunks of {one_of(listed)}, which this artifact takes")
+            return chunks
         low, high = chunk_lengths(self.artifact, length)
         chunks = [high] * (length // high) + ([length % high] if length % high else [])
         if chunks[-1] < low:
@@ -328,6 +343,12 @@ def chunk_lengths(artifact: Artifact, length: int) -> tuple[int, int]:
     return low, high
 
 
+def one_of(lengths: list[int]) -> str:
+    """Lengths in words: "64, 128 or 256"."""
+    *others, last = map(str, lengths)
+    return f"{', '.join(others)} or {last}"
+
+
 def _only(outputs: dict[str, np.ndarray]) -> np.ndarray | dict[str, np.ndarray]:
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
@@ -337,7 +358,9 @@ def _any_length(spec: TensorSpec, axis: int | None) -> TensorSpec:
     if axis is None:
         return spec
     shape = [TOKENS if i == axis else dim for i, dim in enumerate(spec.shape)]
-    return spec.model_copy(update={"shape": shape, "bounds": {k: v for k, v in spec.bounds.items() if k != TOKENS}})
+    return spec.model_copy(
+        update={"shape": shape, "bounds": {k: v for k, v in spec.bounds.items() if k != TOKENS}, "lengths": {}}
+    )
 
 
 def _fit(spec: TensorSpec, value: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:
@@ -364,6 +387,8 @@ def _fit(spec: TensorSpec, value: np.ndarray, sizes: dict[str, tuple[int, str]])
         low, high = spec.bounds.get(dim, (1, None))
         if length < low or (high is not None and length > high):
             raise InputError(f"{dim} is {length}; this artifact takes {low} to {high}")
+        if dim in spec.lengths and length not in spec.lengths[dim]:
+            raise InputError(f"{dim} is {length}; this artifact takes {one_of(spec.lengths[dim])}")
     if spec.values is not None and array.size and not spec.values[0] <= array.min() <= array.max() <= spec.values[1]:
         raise InputError(
             f"input {spec.name!r} holds values from {array.min()} to {array.max()}; expected {spec.values[0]} to "
@@ -389,6 +414,7 @@ def open_session(
     artifact: str | None = None,
     threads: int | None = None,
     spill: str | os.PathLike[str] | None = None,
+    units: str | None = None,
 ) -> Session:
     """Open a bundle's artifact in a runtime.
 
@@ -399,6 +425,7 @@ def open_session(
         artifact: file name, when the bundle holds several that this runtime could execute.
         threads: for the runtime; None leaves the choice to it.
         spill: streamed form: a folder for the tokens between two passes; None keeps them in memory.
+        units: Core ML on macOS: ``"ALL"`` (the default), ``"CPU_ONLY"``, ``"CPU_AND_GPU"`` or ``"CPU_AND_NE"``.
 
     Raises:
         BundleError: damaged or foreign bundle.
@@ -414,14 +441,16 @@ def open_session(
     place = None if spill is None else Path(spill)
     if place is not None:
         check_spill(place, chosen)
+    if runtime == "coreml":
+        from pom_edge.runtimes.coreml_session import CoreMLSession
+
+        return CoreMLSession(bundle, chosen, place, units or "ALL")
+    if units is not None:
+        raise InputError(f"units is {units!r}; compute units are Core ML's, and {chosen.file} runs in {runtime}")
     if target is not None:
         from pom_edge.runtimes.tensorrt_session import TensorRTSession
 
         return TensorRTSession(bundle, chosen, place)
-    if runtime == "coreml":
-        from pom_edge.runtimes.coreml_session import CoreMLSession
-
-        return CoreMLSession(bundle, chosen, place)
     from pom_edge.runtimes.onnxruntime_session import OnnxRuntimeSession
 
     return OnnxRuntimeSession(bundle, chosen, threads, place, runtime)

@@ -346,7 +346,7 @@ def test_every_output_of_a_model_is_exported(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no option bogus; it takes batch, calibration, chunk, clamp"):
+    with pytest.raises(InputError, match=r"no option bogus; it takes author, batch, calibration, chunk"):
         export_bundle(_Random(), bogus=1, out=tmp_path / "a.pom")
     with pytest.raises(InputError, match=r"use example_inputs for example"):
         export_bundle(_Random(), example={}, out=tmp_path / "a.pom")
