@@ -326,7 +326,10 @@ def _verify(folder: Path, entry: FileEntry) -> None:
         raise BundleError(f"{folder.name}: {entry.path} is a link out of the folder; do not use this bundle")
     size = path.stat().st_size
     if size != entry.bytes:
-        raise _FileDamagedError(f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}; copy the folder again")
+        raise _FileDamagedError(
+            f"{folder.name}: {entry.path} has {size} bytes, expected {entry.bytes}: it was cut short, "
+            "changed or is of another export; copy the whole folder again, or export again"
+        )
     try:
         found = sha256_of(path)
     except OSError as error:
@@ -335,7 +338,8 @@ def _verify(folder: Path, entry: FileEntry) -> None:
         ) from error
     if found != entry.sha256:
         raise _FileDamagedError(
-            f"{folder.name}: {entry.path} was changed after the export (sha256 differs); copy the folder again, or export again"
+            f"{folder.name}: {entry.path} was changed after the export or is of another one (sha256 differs); "
+            "copy the whole folder again, or export again"
         )
 
 

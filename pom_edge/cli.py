@@ -22,6 +22,7 @@ from pom_edge.errors import InputError, MissingToolError, PomError
 from pom_edge.metric import Metric
 
 F = TypeVar("F", bound=Callable[..., Any])
+ROUNDS = 15  # timed runs of each artifact
 
 app = typer.Typer(
     name="pom-edge",
@@ -317,7 +318,8 @@ def run(
             with TokenProgress(quiet=as_json) as progress:
                 session.progress = progress.update
                 shapes = session.run_file(input_file, output_file)
-        _say_run(output_file, shapes, time.perf_counter() - start, as_json)
+            seconds = time.perf_counter() - start
+        _say_run(output_file, shapes, seconds, session.runtime, as_json)
         return
     inputs = read_arrays(input_file)
     for name, array in inputs.items():
@@ -339,15 +341,15 @@ def run(
         if array.dtype.kind == "f" and (bad := int((~np.isfinite(array)).sum())):
             print(f"warning: output {name!r} holds {bad:,} NaN or infinity of {array.size:,} values", file=sys.stderr)
     write_arrays(output_file, outputs)
-    _say_run(output_file, {name: list(array.shape) for name, array in outputs.items()}, seconds, as_json)
+    _say_run(output_file, {name: list(array.shape) for name, array in outputs.items()}, seconds, session.runtime, as_json)
 
 
-def _say_run(output_file: Path, shapes: dict[str, list[int]], seconds: float, as_json: bool) -> None:
+def _say_run(output_file: Path, shapes: dict[str, list[int]], seconds: float, runtime: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"output": str(output_file), "outputs": shapes, "seconds": seconds}, indent=2))
+        print(json.dumps({"output": str(output_file), "outputs": shapes, "seconds": seconds, "runtime": runtime}, indent=2))
     else:
         listed = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-        print(f"{output_file}: {listed} ({1e3 * seconds:.1f} ms)")
+        print(f"{output_file}: {listed} ({1e3 * seconds:.1f} ms, {runtime})")
 
 
 @app.command()
@@ -408,7 +410,7 @@ def bench_command(
         typer.Option(help="Lengths, with commas.  [default: 256,1024,4096, or the length that artifacts are fixed at]"),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = 15,
+    rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = ROUNDS,
     floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES: exit 1 where a row is below.")] = None,
     runtime: Runtime = None,
     threads: Threads = None,
@@ -450,7 +452,7 @@ def report_command(
         str | None, typer.Option(help="Lengths, with commas.  [default: the artifacts' own, or 256,1024,4096]")
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences.  [default: the smallest that is taken]", min=1)] = None,
-    rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = 15,
+    rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = ROUNDS,
     no_bench: Annotated[bool, typer.Option("--no-bench", help="Measure nothing: only what the manifest says.")] = False,
     budget: Annotated[str | None, typer.Option(help="Memory that a run may take (512MiB), drawn beside it.")] = None,
     peers: Annotated[Path | None, typer.Option(help="JSON of a benchmark: the mixer beside published form, attention.")] = None,
@@ -466,6 +468,8 @@ def report_command(
     from pom_edge.report.plots import check_library
     from pom_edge.runtimes.memory import parse_size
 
+    if no_bench and (tokens, batch, rounds, threads) != (None, None, ROUNDS, None):
+        raise InputError("--no-bench measures nothing: leave --tokens, --batch, --rounds and --threads out")
     check_library()
     place = out if out is not None else bundle.resolve().with_suffix(".html")
     check_place(place, bundle)
@@ -505,7 +509,7 @@ def _floors(text: str | None) -> dict[str, float]:
     pairs = [part.partition("=") for part in text.split(",")] if text else []
     if not all(equals for _, equals, _ in pairs):
         raise InputError(f"--floor is {text!r}; expected snr=DB, ratio=TIMES, or both with a comma")
-    return {name.strip(): _number(value, "--floor", float) for name, _, value in pairs}
+    return {name.strip(): _number(value, f"--floor {name.strip()}", float) for name, _, value in pairs}
 
 
 @app.command()

@@ -48,6 +48,8 @@ class Extent:
             return cls()
         parts = str(text).split("," if "," in str(text) else ":")
         expected = f"{option} takes N or MIN:OPT:MAX with 1 <= MIN <= OPT <= MAX, for example 64 or 1:64:4096"
+        if option == "--tokens":
+            expected += "; for Core ML also a list, for example 64,128"
         try:
             numbers = [int(part) for part in parts]
         except ValueError:

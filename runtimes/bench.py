@@ -136,6 +136,10 @@ def bench(
             for artifact in bundle.manifest.artifacts
             if artifact.file in fitting and (runtime in ENGINES or "not run" not in artifact.verified)
         }
+        if not sessions:
+            raise InputError(
+                f"{bundle.path.name} holds nothing that is timed with --runtime {runtime}; it holds {_held(bundle)}"
+            )
         lengths = _default_lengths(session.artifact for session in sessions.values()) if tokens is None else tokens
         for length in dict.fromkeys(lengths):
             inputs = {}
@@ -153,8 +157,16 @@ def bench(
                     _row(sessions[file], length, batch, taken, seconds, None if peak is None else peak.total_bytes, found)
                 )
     if not rows:
-        raise InputError(f"no artifact of {bundle.path.name} runs here with {list(lengths)} tokens and batch {batch}")
+        usual = ", ".join(map(str, _default_lengths(session.artifact for session in sessions.values())))
+        raise InputError(
+            f"no artifact of {bundle.path.name} runs here with {', '.join(map(str, lengths))} tokens and batch {batch}; "
+            f"what it takes by itself: --tokens {usual}"
+        )
     return BenchReport(machine or {}, round(statistics.median(rates) / 1e9, 1), rows, _missed(rows, floor or {}))
+
+
+def _held(bundle: Bundle) -> str:
+    return ", ".join(f"{artifact.file} ({artifact.verified})" for artifact in bundle.manifest.artifacts)
 
 
 def _default_lengths(artifacts: Iterable[Artifact]) -> list[int]:

@@ -105,6 +105,13 @@ class Prediction:
                 raise InputError(f"the budget of {sizes[0]} is below what {what}, {sizes[1]}; no form and no chunk can keep it")
 
 
+def _graph_of(path: Path, name: str | None) -> Artifact:
+    bundle = Bundle.open(path)
+    if not any(each.file.endswith(".onnx") for each in bundle.manifest.artifacts):
+        raise InputError(f"{path.name} holds no ONNX graph, and memory is known for these: export with --target onnx as well")
+    return select_artifact(bundle, ".onnx", name)
+
+
 def predict(
     path: str | os.PathLike[str],
     tokens: int | None,
@@ -127,7 +134,7 @@ def predict(
         SizeError: the artifact carries no memory plan, or does not take this size.
         InputError: this system has no gauge for the base.
     """
-    chosen = select_artifact(Bundle.open(Path(path)), ".onnx", artifact)
+    chosen = _graph_of(Path(path), artifact)
     io, activations = predict_run(chosen, tokens, batch, spill)
     opened = measure_opened(path, artifact, runtime, threads)
     return Prediction(opened.base_bytes, opened.weights_bytes, io, activations)
@@ -339,7 +346,7 @@ def check_budget(
         InputError: a budget below what the runtime and the weights take, a run that is to be enforced and cannot be made
             here, or as :func:`predict`.
     """
-    chosen = select_artifact(Bundle.open(Path(path)), ".onnx", artifact)
+    chosen = _graph_of(Path(path), artifact)
     if spill is not None:
         check_spill(Path(spill), chosen)
     count = token_count(chosen, tokens)

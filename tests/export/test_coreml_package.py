@@ -257,6 +257,21 @@ def test_digits_bundle_opens_and_checks(digits: Path) -> None:
         np.testing.assert_array_equal(both[1:2], session.run(x[1:2]))
 
 
+def test_what_only_graphs_have_is_refused_and_a_run_is_called_evaluated(digits: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    def told(*arguments: str) -> str:
+        result = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
+        return f"{result.exit_code} {result.stdout}{result.stderr}"
+
+    assert "holds no ONNX graph, and memory is known for these" in (said := told("memory", str(digits))) and said[0] == "2"
+    assert f"holds nothing that is timed with --runtime ort; it holds parallel.fp16.mlpackage ({EVALUATED})" in " ".join(
+        told("bench", str(digits)).split()
+    )
+    np.save(tmp_path / "x.npy", np.zeros((1, 1, 28, 28), np.float32))
+    assert EVALUATED in told("run", str(digits), "--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy"))
+
+
 def test_layers_are_checked_inside_the_package(digits: Path) -> None:
     from pom_edge.runtimes.layers import first_divergence
 

@@ -281,7 +281,8 @@ def test_published_layers(name: str, tmp_path: Path) -> None:
     made = [artifact for artifact in report.artifacts if artifact.target == "rtx"]
     assert [artifact.precision for artifact in made] == list(GEMMS) and report.missing == []
     precision = list(GEMMS)[GOLDEN_SAMPLE.index(name) % 3]
-    free = compile_bundle(report.bundle, ["rtx"], EngineOptions((precision,), batch="1:2:4", tokens="1:8:32"), _no_step)
+    asked = EngineOptions((precision,), batch="1:2:4", tokens="1:8:32", overwrite=True)
+    free = compile_bundle(report.bundle, ["rtx"], asked, _no_step)
     (engine,) = free.artifacts
     assert engine.inputs[0].bounds["tokens"] == (1, 32) and engine.inputs[0].bounds["batch"] == (1, 4)
 

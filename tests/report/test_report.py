@@ -280,6 +280,12 @@ def test_a_wrong_file_of_peers_is_one_message(bundle: Path, tmp_path: Path, cont
     assert not (tmp_path / "a.html").exists()
 
 
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--rounds", "--threads"])
+def test_a_report_that_measures_nothing_takes_no_options_of_measuring(bundle: Path, tmp_path: Path, option: str) -> None:
+    result = _run(bundle, "--no-bench", option, "8", "-o", tmp_path / "a.html")
+    assert result.exit_code == 2 and "--no-bench measures nothing: leave --tokens" in result.stderr
+
+
 def test_peers_are_read_leniently(tmp_path: Path) -> None:
     rows = [{"what": "GEMM", "tokens": 8, "median_ms": 2, "extra": []}, {"what": "ours", "tokens": 8, "ms": 3, "p90_ms": None}]
     (tmp_path / "peers.json").write_text(json.dumps(rows))
