@@ -31,7 +31,7 @@ import numpy, onnxruntime, pom_edge.runtimes
 imported, before = time.perf_counter(), spent()
 session = pom_edge.runtimes.open_session(sys.argv[1])
 opened, processor = time.perf_counter(), spent() - before
-session.run({"x": numpy.zeros((1, 256, 384), numpy.float32), "mask": numpy.ones((1, 256), numpy.float32)})
+session.run_named({"x": numpy.zeros((1, 256, 384), numpy.float32), "mask": numpy.ones((1, 256), numpy.float32)})
 print(imported - start, opened - imported, time.perf_counter() - opened, processor)
 """
 
