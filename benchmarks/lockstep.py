@@ -8,7 +8,6 @@ time of all threads together, which does not count what other programs took.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -67,7 +66,6 @@ class _Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as ONNX Runtime's threads here: none spins
             )
         self._answer()
 

@@ -277,7 +277,8 @@ _KINDS = {"gemm": "INT8", "weight": "INT8 weight", "float": "kept in float"}
 
 def print_bench(report: BenchReport) -> None:
     """One row for each artifact and length."""
-    table = Table(title=f"matrix products of this machine: {report.gflops:,.1f} GFLOP/s (numpy)", title_justify="left")
+    rate = None if report.gflops is None else f"FP32 matrix products of this processor: {report.gflops:,.1f} GFLOP/s"
+    table = Table(title=rate, title_justify="left")
     for name in (
         "artifact",
         "tokens",

@@ -1,7 +1,7 @@
 """``pom-edge bench``: every artifact of a bundle that runs here, timed in turn, at one length after the other.
 
 Each round runs every artifact once, so that a busy machine disturbs all alike; memory is that of one run in a fresh process.
-The bound beside a time is its matrix products at the rate of this machine, measured in the same rounds.
+The bound beside a time is its matrix products at the rate of this processor, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError
 from pom_edge.formula import evaluate
+from pom_edge.runtimes.gemm_rate import GemmRate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
 from pom_edge.runtimes.onnxruntime_session import without_spinning
 from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
@@ -27,7 +28,6 @@ from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
 TOKENS = (256, 1024, 4096)
 ROUNDS, WARM_UPS = 15, 2
 ENGINES = ("trt", "rtx")  # made by a compiler, maybe elsewhere: "not run" until now, and run here if it can be
-GEMM_SIZE = 1024  # of the square product that says what this machine can do
 
 __all__ = ["BenchReport", "BenchRow", "bench"]
 
@@ -40,8 +40,8 @@ class BenchRow:
         median_ms, p90_ms: of a run of the whole sequence.
         peak_bytes: of the process, in a run of its own; None: not measured.
         tokens_per_s: of all sequences together.
-        gemm_share: the time that its matrix products take at the machine's own rate, over the median; None where it has no
-            formula for them.
+        gemm_share: the time that its matrix products take at the processor's own rate, over that of the run, the median of
+            the rounds' ratios; None where it has no formula for them, or does not run on the processor.
         against_gemm: the same the other way round: how many times as long as the products that cannot be avoided.
         against_fp32: time of the FP32 artifact over this one's, the median of the rounds' ratios; None without one.
         snr_db: of the artifact's check against PyTorch.
@@ -69,12 +69,13 @@ class BenchReport:
 
     Attributes:
         machine: facts, see :func:`pom_edge.inspection.machine_facts`.
-        gflops: single-precision matrix products of this machine, 10^9 operations a second (numpy's).
+        gflops: FP32 matrix products of this processor in ONNX Runtime, with these threads, 10^9 operations a second; None
+            where nothing ran on it.
         failed: floors that a row misses, one sentence each.
     """
 
     machine: dict[str, Any]
-    gflops: float
+    gflops: float | None
     rows: list[BenchRow]
     failed: list[str]
 
@@ -131,6 +132,7 @@ def bench(
     rates: list[float] = []
     with ExitStack() as stack:
         stack.enter_context(without_spinning())
+        processor = GemmRate(threads) if runtime == "ort" else None
         sessions = {
             artifact.file: stack.enter_context(open_session(bundle.path, runtime, artifact.file, threads))
             for artifact in bundle.manifest.artifacts
@@ -148,7 +150,7 @@ def bench(
                 if arrays is not None:
                     inputs[file] = arrays
             step(f"time {len(inputs)} artifacts at {length} tokens")
-            seconds, found = _rounds({file: sessions[file] for file in inputs}, inputs, rounds)
+            seconds, found = _rounds({file: sessions[file] for file in inputs}, inputs, rounds, processor)
             rates += found
             for file, taken in seconds.items():
                 step(f"measure the memory of {file}")
@@ -162,7 +164,8 @@ def bench(
             f"no artifact of {bundle.path.name} runs here with {', '.join(map(str, lengths))} tokens and batch {batch}; "
             f"what it takes by itself: --tokens {usual}"
         )
-    return BenchReport(machine or {}, round(statistics.median(rates) / 1e9, 1), rows, _missed(rows, floor or {}))
+    gflops = round(statistics.median(rates) / 1e9, 1) if rates else None
+    return BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}))
 
 
 def _held(bundle: Bundle) -> str:
@@ -200,16 +203,17 @@ def _fitting(session: Session, tokens: int, batch: int) -> dict[str, np.ndarray]
 
 
 def _rounds(
-    sessions: Mapping[str, Session], inputs: Mapping[str, dict[str, np.ndarray]], rounds: int
+    sessions: Mapping[str, Session],
+    inputs: Mapping[str, dict[str, np.ndarray]],
+    rounds: int,
+    processor: GemmRate | None,
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of each artifact in each round, and the machine's operations a second in each round."""
-    square = np.random.default_rng(0).standard_normal((2, GEMM_SIZE, GEMM_SIZE)).astype(np.float32)
+    """Seconds of each artifact in each round, and the processor's operations a second in each round."""
     seconds: dict[str, list[float]] = {file: [] for file in sessions}
     rates = []
     for _ in range(rounds + WARM_UPS):
-        start = time.perf_counter()
-        _ = square[0] @ square[1]
-        rates.append(2 * GEMM_SIZE**3 / (time.perf_counter() - start))
+        if processor is not None:
+            rates.append(processor.measure())
         for file, session in sessions.items():
             start = time.perf_counter()
             session.run_named(inputs[file])
@@ -230,7 +234,9 @@ def _row(
     others = [a for a in session.bundle.manifest.artifacts if a.precision == "fp32" and a.form == artifact.form]
     base = next((everything[a.file] for a in others if a.file in everything and a.file != artifact.file), None)
     operations = gemm_operations(artifact, tokens, batch)
-    gemm_s = None if operations is None else operations / statistics.median(rates)
+    share = None
+    if operations and rates:
+        share = statistics.median(operations / rate / run for rate, run in zip(rates, taken, strict=True))
     return BenchRow(
         session.runtime,
         artifact.file,
@@ -242,8 +248,8 @@ def _row(
         round(1e3 * sorted(taken)[int(0.9 * (len(taken) - 1))], 3),
         peak,
         round(tokens * batch / median, 1),
-        None if gemm_s is None else round(gemm_s / median, 3),
-        None if not gemm_s else round(median / gemm_s, 3),
+        None if share is None else round(share, 3),
+        None if share is None else round(1 / share, 3),
         None if base is None else round(statistics.median(a / b for a, b in zip(base, taken, strict=True)), 3),
         (artifact.parity or {}).get("snr_db"),
     )

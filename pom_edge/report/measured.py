@@ -10,7 +10,7 @@ from pom_edge.report.peers import NAMES
 from pom_edge.system import human_bytes
 
 h = element
-LOOSE = "A run is faster than that here: the runtime multiplies faster than numpy, or the machine was busy with something else."
+LOOSE = "A run is faster than that here: INT8 products can be, or the machine was busy with something else."
 
 __all__ = ["tell_latency", "tell_memory"]
 
@@ -46,9 +46,11 @@ def _times(report: Report) -> list[Html | None]:
         ),
         h(
             "p",
-            "The bound is what cannot be avoided: the matrix products of the graph, at the rate that numpy reaches here "
-            f"({report.bench.gflops:,.1f} GFLOP/s, FP32).",
-        ),
+            "The bound is what cannot be avoided: the matrix products of the graph, at the rate of one large FP32 product in "
+            f"the same rounds ({report.bench.gflops:,.1f} GFLOP/s).",
+        )
+        if report.bench.gflops is not None
+        else None,
         h("p", LOOSE) if _loose(report) else None,
         *_growth(report),
     ]
