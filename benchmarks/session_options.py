@@ -22,7 +22,7 @@ from benchmarks.lockstep import Taken, machine, ratio
 from benchmarks.peers import encoders
 from benchmarks.published_vs_lowered import DIM, export
 from pom_edge.export.lowering import lower
-from pom_edge.runtimes.onnxruntime_session import SLOW_FUSIONS, native_session, without_spinning
+from pom_edge.runtimes.onnxruntime_session import SLOW_REWRITES, native_session, without_spinning
 
 Change = Callable[[ort.SessionOptions], None]
 
@@ -55,7 +55,7 @@ def variant(name: str, file: Path, threads: int) -> ort.InferenceSession:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_mem_reuse = name.startswith("memory")
     VARIANTS[name](options)
-    disabled = None if name.startswith("fusion") else SLOW_FUSIONS
+    disabled = None if name.startswith("fusion") else SLOW_REWRITES
     return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 import onnxruntime
 
-from pom_edge.runtimes.onnxruntime_session import SLOW_FUSIONS
+from pom_edge.runtimes.onnxruntime_session import SLOW_REWRITES
 
 # The output is the input's memory under another shape; an output of the graph is always memory of its own
 # (onnxruntime/core/framework/allocation_planner.cc, kAllocateOutput). Nothing works in place: see onnxruntime_session.py.
@@ -73,7 +73,7 @@ def _optimised(path: Path) -> onnx.ModelProto:
         options.optimized_model_filepath = str(Path(folder) / "optimised.onnx")
         options.log_severity_level = 4
         providers = ["CPUExecutionProvider"]
-        onnxruntime.InferenceSession(str(path), options, providers=providers, disabled_optimizers=SLOW_FUSIONS)
+        onnxruntime.InferenceSession(str(path), options, providers=providers, disabled_optimizers=SLOW_REWRITES)
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
     source = onnx.load(str(path), load_external_data=False).graph
     shapes = {info.name: info for info in (*source.value_info, *source.output)}

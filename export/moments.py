@@ -2,6 +2,8 @@
 
     mean_n (a_n (c_1 + a_n (c_2 + .. a_n c_k)))  ->  c_1 mean a + c_2 mean a^2 + .. + c_k mean a^k
 
+A sum is taken apart the same way, and one over the tokens that a mask admits is one over m a: m^k = m where m is 0 or 1.
+
 A product of two tensors writes a pass over (D, N); a mean only reads one. Horner's scheme writes 2 k - 1 passes, the powers
 k - 1. Where a = act(W x^T) the rows of W are split in blocks, so that what one operator writes is still in the cache when
 the next one reads it, and a third of the memory serves for D = 768. Both were measured (docs/performance.md).
@@ -20,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from pom_edge.export.onnx_graph import Graph
+from pom_edge.export.streamed import VALID
 
 CHANNEL_BLOCK = 256  # rows of W at a time: of 128 to 768 the fastest at N 4,096 and 16,384
 _KEEPS_CHANNELS = {"LeakyRelu", "Clip", "Relu", "Gelu", "Sigmoid", "Add"}  # between the product and the powers
@@ -29,37 +32,57 @@ __all__ = ["with_moments"]
 
 @dataclass
 class _Mean:
-    """mean over the last axis of a polynomial of ``a`` without a constant term."""
+    """Mean or sum over the last axis of a polynomial of ``a`` without a constant term, times 0 or 1 for each token."""
 
     reduce: ir.Node
+    masks: list[ir.Value]  # each (B or 1, 1, N)
     a: ir.Value
     coefficients: list[np.ndarray]  # c_1 .. c_k, each (D, 1)
     chain: list[ir.Node]  # the product with W and what follows, up to ``a``; empty: it cannot be split
 
 
 def with_moments(graph: Graph) -> Graph:
-    """A copy of a graph in FP32 whose means of polynomials are sums of moments; the same function."""
+    """A copy of a graph in FP32 whose means and sums of polynomials are sums of moments; the same function."""
     changed = graph.clone()
-    outputs = {*changed.model.graph.outputs, *changed.taps.values()}
+    outputs, taps = {*changed.model.graph.outputs, *changed.taps.values()}, {*changed.taps.values()}
     for node in list(changed.model.graph):
-        found = _find(node, outputs)
+        found = None if node.outputs[0] in taps else _find(node, outputs)
         if found is not None:
             _replace(changed.model, found)
     return changed
 
 
 def _find(node: ir.Node, outputs: set[ir.Value]) -> _Mean | None:
-    axes = node.inputs[1].const_value if node.op_type == "ReduceMean" and len(node.inputs) == 2 and node.inputs[1] else None
-    f = node.inputs[0]
+    reduces = node.op_type in ("ReduceMean", "ReduceSum") and len(node.inputs) == 2
+    axes = node.inputs[1].const_value if reduces and node.inputs[1] else None
+    f = node.inputs[0] if reduces else None
     if axes is None or f is None or f.shape is None or len(f.shape) != 3 or node.attributes.get_int("keepdims", 1) != 1:
         return None
-    if axes.numpy().tolist() not in ([-1], [2]) or node.outputs[0] in outputs:
+    if axes.numpy().tolist() not in ([-1], [2]):
         return None
+    masks = []
+    while mask := next((factor for factor in _product(f, outputs) if _is_mask(factor)), None):
+        masks.append(mask)
+        f = next(factor for factor in _product(f, outputs) if factor is not mask)
     for a in dict.fromkeys(_product(f, outputs)):
         coefficients = _horner(f, a, outputs)
         if coefficients is not None and len(coefficients) > 1:
-            return _Mean(node, a, coefficients, _chain(a, outputs))
+            return _Mean(node, masks, a, coefficients, _chain(a, outputs))
     return None
+
+
+def _is_mask(value: ir.Value) -> bool:
+    """Whether it is 0 or 1 for each token, (B or 1, 1, N): truth values, or the streamed form's own ``valid``."""
+    source: ir.Value | None = value
+    while source is not None and (node := source.producer()) is not None and node.op_type in ("Unsqueeze", "Reshape", "Cast"):
+        source = node.inputs[0]
+        if node.op_type == "Cast" and (source is None or source.dtype != ir.DataType.BOOL):
+            return False
+    if source is None or source.shape is None or value.shape is None:
+        return False
+    # The streamed form's is (tokens of a chunk); an input of the user's that bears its name has a batch.
+    valid = source.name == VALID and source.is_graph_input() and len(source.shape) == 1
+    return (valid or source.dtype == ir.DataType.BOOL) and len(value.shape) == 3 and value.shape[1] == 1
 
 
 def _product(value: ir.Value, outputs: set[ir.Value]) -> list[ir.Value]:
@@ -131,7 +154,7 @@ def _replace(model: ir.Model, found: _Mean) -> None:
     weighted = maker.add("Mul", [joined, weights], maker.moments_shape())
     assert h.shape is not None
     total = maker.add("ReduceSum", [weighted, maker.axes], h.shape, keepdims=1)
-    h.replace_all_uses_with(total)
+    h.replace_all_uses_with(total, replace_graph_outputs=True)
     name, h.name = h.name, f"{h.name}.horner"
     total.name = name  # what reads it by name, a pass of the streamed form, still finds it
     model.graph.insert_before(found.reduce, maker.nodes)
@@ -144,6 +167,7 @@ class _Maker:
     def __init__(self, model: ir.Model, found: _Mean) -> None:
         self._model, self._found, self.nodes = model, found, list[ir.Node]()
         self._scope = str(found.reduce.name).rpartition("/")[0]
+        self._name = f"{found.reduce.outputs[0].name}.moments"  # a layer that is called twice has two in its scope
         axes = found.reduce.inputs[1]
         assert axes is not None
         self.axes = axes
@@ -151,19 +175,22 @@ class _Maker:
     def add(self, operator: str, inputs: Sequence[ir.Value | None], shape: ir.Shape, **attributes: int) -> ir.Value:
         """A node of one FP32 output."""
         number = len(self.nodes)
-        made = ir.node(operator, inputs, attributes, name=f"{self._scope}/moments/{operator}_{number}".lstrip("/"))
+        made = ir.node(operator, inputs, attributes, name=f"{self._scope}/{self._name}/{operator}_{number}".lstrip("/"))
         output = made.outputs[0]
-        output.name, output.shape, output.type = f"{self._scope}.moments.{number}", shape, ir.TensorType(ir.DataType.FLOAT)
+        output.name, output.shape, output.type = self._full(str(number)), shape, ir.TensorType(ir.DataType.FLOAT)
         self.nodes.append(made)
         return output
 
     def constant(self, array: np.ndarray, name: str) -> ir.Value:
         """A weight of the graph."""
-        full = f"{self._scope}.moments.{name}"
+        full = self._full(name)
         value = ir.Value(name=full, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT))
         value.const_value = ir.tensor(np.ascontiguousarray(array, np.float32), name=full)
         self._model.graph.register_initializer(value)
         return value
+
+    def _full(self, name: str) -> str:
+        return f"{self._scope}.{self._name}.{name}".lstrip(".")
 
     def moments_shape(self, channels: int | None = None) -> ir.Shape:
         """(B, D, k), or of some channels."""
@@ -202,12 +229,16 @@ class _Maker:
         return current
 
     def _moments(self, a: ir.Value, channels: int | None) -> ir.Value:
-        """mean a, mean a^2, .. side by side: (B, D_b, k)."""
-        assert a.shape is not None
+        """Mean or sum of a, a^2, .. side by side: (B, D_b, k)."""
+        shape = a.shape
+        assert shape is not None
+        for mask in self._found.masks:
+            a = self.add("Mul", [a, mask], shape)
         means, power = [], a
         for degree in range(1, len(self._found.coefficients) + 1):
-            power = a if degree == 1 else self.add("Mul", [power, a], a.shape)
-            means.append(self.add("ReduceMean", [power, self.axes], ir.Shape([a.shape[0], a.shape[1], 1]), keepdims=1))
+            power = a if degree == 1 else self.add("Mul", [power, a], shape)
+            short = ir.Shape([shape[0], shape[1], 1])
+            means.append(self.add(self._found.reduce.op_type, [power, self.axes], short, keepdims=1))
         return self.add("Concat", means, self.moments_shape(channels), axis=2)
 
 

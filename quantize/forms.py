@@ -23,6 +23,7 @@ from pom_edge.errors import InputError
 from pom_edge.export.golden import Case
 from pom_edge.export.inputs import BATCH, Axes, Extent
 from pom_edge.export.made import Made
+from pom_edge.export.moments import with_moments
 from pom_edge.export.onnx_graph import Traced, translate
 from pom_edge.export.reference import Arrays
 from pom_edge.quantize.calibration import Calibration
@@ -178,7 +179,7 @@ class WeightStore:
                     entries.setdefault(entry.name, entry)
             except InputError as error:  # a pass without a weight
                 failure = error
-            graphs.append(changed)
+            graphs.append(with_moments(changed) if self._base.precision == "fp32" else changed)
         if not entries and failure is not None:
             raise failure
         return self._base.typed(graphs, self._precision, self._base.precision), list(entries.values())

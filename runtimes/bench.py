@@ -1,11 +1,14 @@
 """``pom-edge bench``: every artifact of a bundle that runs here, timed in turn, at one length after the other.
 
-Each round runs every artifact once, so that a busy machine disturbs all alike; memory is that of one run in a fresh process.
+Each round runs every artifact, so that a busy machine disturbs all alike; memory is that of one run in a fresh process. Threads
+spin between runs as they do for a user: where they sleep instead, the system may wake two of a session on one core, and a run
+takes twice as long (measured). So each artifact waits until the threads of the one before it are asleep, and warms up its own.
 The bound beside a time is its matrix products at the rate of this processor, measured in the same rounds.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +23,13 @@ import numpy as np
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import InputError
 from pom_edge.formula import evaluate
-from pom_edge.runtimes.gemm_rate import GemmRate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
-from pom_edge.runtimes.onnxruntime_session import without_spinning
+from pom_edge.runtimes.product import Product
 from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
 
 TOKENS = (256, 1024, 4096)
 ROUNDS, WARM_UPS = 15, 2
+PAUSE_S, WARM_S = 0.03, 0.05  # until another session's threads are asleep; until one's own are awake
 ENGINES = ("trt", "rtx")  # made by a compiler, maybe elsewhere: "not run" until now, and run here if it can be
 
 __all__ = ["BenchReport", "BenchRow", "bench"]
@@ -131,8 +134,7 @@ def bench(
     rows: list[BenchRow] = []
     rates: list[float] = []
     with ExitStack() as stack:
-        stack.enter_context(without_spinning())
-        processor = GemmRate(threads) if runtime == "ort" else None
+        processor = Product(threads) if runtime == "ort" else None
         sessions = {
             artifact.file: stack.enter_context(open_session(bundle.path, runtime, artifact.file, threads))
             for artifact in bundle.manifest.artifacts
@@ -206,19 +208,29 @@ def _rounds(
     sessions: Mapping[str, Session],
     inputs: Mapping[str, dict[str, np.ndarray]],
     rounds: int,
-    processor: GemmRate | None,
+    processor: Product | None,
 ) -> tuple[dict[str, list[float]], list[float]]:
     """Seconds of each artifact in each round, and the processor's operations a second in each round."""
     seconds: dict[str, list[float]] = {file: [] for file in sessions}
     rates = []
     for _ in range(rounds + WARM_UPS):
         if processor is not None:
-            rates.append(processor.measure())
+            rates.append(processor.operations / _timed(processor.run))
         for file, session in sessions.items():
-            start = time.perf_counter()
-            session.run_named(inputs[file])
-            seconds[file].append(time.perf_counter() - start)
+            seconds[file].append(_timed(functools.partial(session.run_named, inputs[file])))
     return {file: taken[WARM_UPS:] for file, taken in seconds.items()}, rates[WARM_UPS:]
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    """Seconds of one run, after others that do not count."""
+    time.sleep(PAUSE_S)
+    start = time.perf_counter()
+    run()
+    while time.perf_counter() - start < WARM_S:
+        run()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _row(

@@ -20,10 +20,11 @@ from pom_edge.system import human_bytes, trim_heap
 
 PROVIDER = "CPUExecutionProvider"
 PROVIDERS = {"ort": PROVIDER, "ort-cuda": "CUDAExecutionProvider", "ort-trt": "TensorrtExecutionProvider"}
-# Fusions that cost time on the CPU (1.32): Add and LayerNormalization take an eighth of what the fused operator takes.
-SLOW_FUSIONS = ["SkipLayerNormFusion"]
+# Rewrites that cost time on the CPU (1.32, docs/performance.md): Add and LayerNormalization take an eighth of what the fused
+# operator takes; a sum over tokens takes twice what it and the Transpose before it take, once that is moved behind it.
+SLOW_REWRITES = ["SkipLayerNormFusion", "TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"]
 
-__all__ = ["SLOW_FUSIONS", "OnnxRuntimeSession", "native_session", "without_spinning"]
+__all__ = ["SLOW_REWRITES", "OnnxRuntimeSession", "native_session", "without_spinning"]
 
 
 _spinning = True
@@ -116,7 +117,7 @@ def native_session(
         model,
         options,
         providers=list(dict.fromkeys([provider, PROVIDER])),
-        disabled_optimizers=SLOW_FUSIONS if provider == PROVIDER else None,
+        disabled_optimizers=SLOW_REWRITES if provider == PROVIDER else None,
     )
     active = session.get_providers()[0]
     if active != provider:  # onnxruntime#23372: a provider that cannot load is replaced without a word

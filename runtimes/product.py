@@ -1,12 +1,9 @@
 """What this machine's matrix products reach in ONNX Runtime: the bound beside the times of ``pom-edge bench``.
 
-By the runtime and the threads that run the artifacts. numpy's product would not do: its library is another one, takes all
-cores, and its threads go on spinning after it, so that whatever ran next took up to twice its time (measured).
+By the runtime and with the threads that run the artifacts: numpy's library is another one, and takes all cores.
 """
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 
@@ -15,25 +12,25 @@ from pom_edge.runtimes.onnxruntime_session import native_session
 SIZE = 1024  # of the square product
 _FLOAT = 1  # TensorProto.DataType
 
-__all__ = ["GemmRate"]
+__all__ = ["Product"]
 
 
-class GemmRate:
+class Product:
     """A product x W of square FP32 matrices, W packed beforehand as a layer's weight is."""
 
     def __init__(self, threads: int | None = None) -> None:
         x, weight = np.random.default_rng(0).standard_normal((2, SIZE, SIZE)).astype(np.float32)
         self._inputs = {"x": x}
-        self._session = native_session(product(weight), threads)
+        self._session = native_session(product_file(weight), threads)
 
-    def measure(self) -> float:
-        """Floating-point operations a second, of one product."""
-        start = time.perf_counter()
+        self.operations = 2 * SIZE**3  # of a run
+
+    def run(self) -> None:
+        """Multiply once."""
         self._session.run(None, self._inputs)
-        return 2 * SIZE**3 / (time.perf_counter() - start)
 
 
-def product(weight: np.ndarray) -> bytes:
+def product_file(weight: np.ndarray) -> bytes:
     """The ONNX file of y = x W: x of W's own shape, (n, n). Without the package ``onnx``, which a device need not have.
 
     The numbers are those of onnx.proto: a message is fields, each its number and wire type, then an integer or a length and
