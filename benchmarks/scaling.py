@@ -25,8 +25,8 @@ from benchmarks.lockstep import machine, write_json
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS
 from pom_edge import PoM, export_bundle
 from pom_edge.runtimes import open_session
-from pom_edge.runtimes.onnxruntime_session import without_spinning
 from pom_edge.runtimes.session import Session
+from pom_edge.runtimes.timing import timed
 
 CHUNK = 1024
 FORMS: dict[str, dict[str, Any]] = {
@@ -73,9 +73,7 @@ def sequences(sessions: dict[str, Session], lengths: list[int], rounds: int) -> 
         seconds: dict[str, list[float]] = {form: [] for form in runs}
         for _ in range(rounds + 1):
             for form, run in runs.items():
-                start = time.perf_counter()
-                run()
-                seconds[form].append(time.perf_counter() - start)
+                seconds[form].append(timed(run))
         for form, taken in seconds.items():
             points[form].append((tokens, statistics.median(taken[1:])))
     return points
@@ -136,7 +134,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"{machine(options.threads)}, one mixer, d {DIM}, FP32; medians of {options.rounds} interleaved rounds")
-    with tempfile.TemporaryDirectory() as folder, without_spinning():
+    with tempfile.TemporaryDirectory() as folder:
         sessions: dict[str, Session] = {}
         for form, settings in FORMS.items():
             export_bundle(layer(), out=Path(folder) / f"{form}.pom", **settings)

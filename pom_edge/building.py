@@ -7,9 +7,9 @@ fp32 -> integer weights         the most costly weights get more bits
 
 from __future__ import annotations
 
+import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,8 @@ from pom_edge.gates import (
     torch_points,
 )
 from pom_edge.metric import Metric
-from pom_edge.runtimes.onnxruntime_session import without_spinning
 from pom_edge.runtimes.parity import GATES_DB, Arrays, measure, worst
+from pom_edge.runtimes.timing import timed
 
 if TYPE_CHECKING:
     from pom_edge.export.golden import Case
@@ -420,15 +420,12 @@ class Builder:
     def _speedup(self, made: Made) -> float:
         """Time of the FP32 graph over that of this one, here, for the largest case."""
         case = max(self._cases, key=lambda each: each.nbytes)
-        with without_spinning():
-            runs = [self._made.written(self._fp32_folder, tapped=False), made.written(self._folder, tapped=False)]
+        runs = [self._made.written(self._fp32_folder, tapped=False), made.written(self._folder, tapped=False)]
         self._step(f"time {made.kind} beside fp32")
         seconds: list[list[float]] = [[], []]
         for _ in range(SPEED_ROUNDS):
             for run, taken in zip(runs, seconds, strict=True):
-                start = time.perf_counter()
-                made.plan.through(run, case.inputs, case.chunks)
-                taken.append(time.perf_counter() - start)
+                taken.append(timed(functools.partial(made.plan.through, run, case.inputs, case.chunks)))
         return round(statistics.median(seconds[0]) / statistics.median(seconds[1]), 2)
 
     def gate_db(self, precision: str) -> float:

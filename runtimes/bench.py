@@ -1,8 +1,6 @@
 """``pom-edge bench``: every artifact of a bundle that runs here, timed in turn, at one length after the other.
 
-Each round runs every artifact, so that a busy machine disturbs all alike; memory is that of one run in a fresh process. Threads
-spin between runs as they do for a user: where they sleep instead, the system may wake two of a session on one core, and a run
-takes twice as long (measured). So each artifact waits until the threads of the one before it are asleep, and warms up its own.
+Each round runs every artifact, so that a busy machine disturbs all alike; memory is that of one run in a fresh process.
 The bound beside a time is its matrix products at the rate of this processor, measured in the same rounds.
 """
 
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,10 +23,10 @@ from pom_edge.formula import evaluate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
 from pom_edge.runtimes.product import Product
 from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
+from pom_edge.runtimes.timing import timed
 
 TOKENS = (256, 1024, 4096)
-ROUNDS, WARM_UPS = 15, 2
-PAUSE_S, WARM_S = 0.03, 0.05  # until another session's threads are asleep; until one's own are awake
+ROUNDS, WARM_UPS = 15, 1
 ENGINES = ("trt", "rtx")  # made by a compiler, maybe elsewhere: "not run" until now, and run here if it can be
 
 __all__ = ["BenchReport", "BenchRow", "bench"]
@@ -113,7 +110,7 @@ def bench(
             which artifacts are fixed.
         batch: sequences.
         runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
-        rounds: timed; two more warm up.
+        rounds: timed; one more warms up.
         floor: smallest ``snr`` (dB) and ``ratio`` (``against_fp32``) that a row may have.
         machine: facts for the report.
         progress: called with the name of each step.
@@ -215,22 +212,10 @@ def _rounds(
     rates = []
     for _ in range(rounds + WARM_UPS):
         if processor is not None:
-            rates.append(processor.operations / _timed(processor.run))
+            rates.append(processor.operations / timed(processor.run))
         for file, session in sessions.items():
-            seconds[file].append(_timed(functools.partial(session.run_named, inputs[file])))
+            seconds[file].append(timed(functools.partial(session.run_named, inputs[file])))
     return {file: taken[WARM_UPS:] for file, taken in seconds.items()}, rates[WARM_UPS:]
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    """Seconds of one run, after others that do not count."""
-    time.sleep(PAUSE_S)
-    start = time.perf_counter()
-    run()
-    while time.perf_counter() - start < WARM_S:
-        run()
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _row(

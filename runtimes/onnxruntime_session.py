@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,21 +22,7 @@ PROVIDERS = {"ort": PROVIDER, "ort-cuda": "CUDAExecutionProvider", "ort-trt": "T
 # operator takes; a sum over tokens takes twice what it and the Transpose before it take, once that is moved behind it.
 SLOW_REWRITES = ["SkipLayerNormFusion", "TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"]
 
-__all__ = ["SLOW_REWRITES", "OnnxRuntimeSession", "native_session", "without_spinning"]
-
-
-_spinning = True
-
-
-@contextlib.contextmanager
-def without_spinning() -> Iterator[None]:
-    """Sessions opened meanwhile let their threads sleep between runs: several that spin in one process disturb each other."""
-    global _spinning
-    before, _spinning = _spinning, False
-    try:
-        yield
-    finally:
-        _spinning = before
+__all__ = ["SLOW_REWRITES", "OnnxRuntimeSession", "native_session"]
 
 
 def _library(provider: str) -> Any:
@@ -99,7 +83,6 @@ def native_session(
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4  # errors arrive as exceptions, with our message
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # w8, w4: arithmetic in FP32, as written
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if _spinning else "0")
     if int8_saturates():
         options.add_session_config_entry("session.x64quantprecision", "1")  # exact sums: what is measured is what the file says
     if not optimize:
