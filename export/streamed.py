@@ -281,7 +281,17 @@ class Splitter:
     # -- what is stored -----------------------------------------------------------------------------------------------
 
     def split(self, chunk: int) -> Split:
-        """The passes for chunks of so many tokens."""
+        """The passes for chunks of so many tokens.
+
+        Raises:
+            InputError: an input bears the name of one that the passes have besides.
+        """
+        taken = sorted({OFFSET, VALID} & {*self.placeholders.values(), *(name for name, _ in self.results)})
+        if taken:
+            raise InputError(
+                f"the model has an input or output {taken[0]!r}, and each pass of the streamed form has an input of that name "
+                "besides; rename it in the model's forward (to 'mask', say)"
+            )
         self.chunk = chunk
         last = max(self.levels[node] for _, node in self.results)
         stored: list[fx.Node] = []

@@ -247,6 +247,20 @@ def test_models_without_a_streamed_form(make: Any, message: str, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_an_input_of_the_name_of_a_pass_s_own_is_refused(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = PoM(8, 2, 2)
+
+        def forward(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+            return self.mixer(x, mask=valid)  # type: ignore[no-any-return]
+
+    example = {"x": torch.randn(1, 24, 8), "valid": torch.ones(1, 24, dtype=torch.bool)}
+    with pytest.raises(InputError, match="has an input or output 'valid'.*rename it"):
+        export_bundle(Named().eval(), form="streamed", chunk=8, example_inputs=example, out=tmp_path / "a.pom")
+
+
 def test_causal_models_are_sent_to_the_recurrent_form(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="causal models have the recurrent form"):
         export_bundle(PoM(8, 2, 2), form="streamed", mask="causal", chunk=8, out=tmp_path / "a.pom")
