@@ -10,7 +10,6 @@ Medians of the repeats; the export once. Processor time beside it: on a busy mac
 
 from __future__ import annotations
 
-import argparse
 import resource
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lockstep import machine, write_json
+from benchmarks.lockstep import arguments_of, machine, write_json
 
 GOALS = {"help": 0.5, "export": 30.0, "open": 1.0}
 OPEN = """
@@ -61,10 +60,10 @@ def timed(arguments: list[str], processor: list[float]) -> float:
 
 def main() -> None:
     """Print one line for each."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--depth", type=int, default=12, help="blocks of the encoder")
+    parser.add_argument("--repeats", type=int, default=3, help="fresh processes for each")
+    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
     options = parser.parse_args()
     command = [sys.executable, "-c", "import pom_edge.cli; pom_edge.cli.export_main()"]
     used: dict[str, list[float]] = {"help": [], "export": []}

@@ -8,7 +8,6 @@ conversion's processor time is all that is shown.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.lockstep import arguments_of
 from pom_edge import load
 from pom_edge.bundle import Bundle
 from pom_edge.mixer import PoM
@@ -79,9 +79,9 @@ def stream(report: ExportReport, count: int) -> None:
 
 def main() -> None:
     """Print a row for each precision."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments_of(__doc__)
     parser.add_argument("model", choices=[*DEMOS, "encoder"])
-    parser.add_argument("--precision", action="append")
+    parser.add_argument("--precision", action="append", help="may be given several times")
     parser.add_argument("--stateful", action="store_true", help="text: the state in the package")
     parser.add_argument("--steps", type=int, default=0, help="text: length of a stream")
     asked = parser.parse_args()

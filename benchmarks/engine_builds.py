@@ -6,12 +6,12 @@ building process, its start included; unlike the other ones they mean something 
 
 from __future__ import annotations
 
-import argparse
 import resource
 import shutil
 import tempfile
 from pathlib import Path
 
+from benchmarks.lockstep import arguments_of
 from pom_edge.bundle import Bundle
 from pom_edge.compiling import EngineOptions, compile_bundle
 
@@ -62,6 +62,6 @@ def cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_builds", description=__doc__.splitlines()[0])
+    parser = arguments_of(__doc__)
     parser.add_argument("bundles", nargs="+", metavar="BUNDLE.pom")
     main(parser.parse_args().bundles)

@@ -11,7 +11,6 @@ one: where its package `pom` is installed, and triton, its module runs beside ou
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import statistics
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.lockstep import arguments_of
 from benchmarks.published_form import PublishedForm
 from pom_edge.errors import PomError
 from pom_edge.export.lowering import lower
@@ -151,8 +151,8 @@ def runtimes() -> list[str]:
 
 def main() -> None:
     """All tables, on stdout or in a file."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--out", type=Path, help="also write the rows there")
     parser.add_argument("--dry-run", action="store_true", help="run every step on the CPU, at short lengths: proves the script")
     arguments = parser.parse_args()
     if arguments.dry_run:

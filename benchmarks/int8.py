@@ -8,17 +8,16 @@ once, in turn; the ratio is that of the medians.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import logging
 import platform
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -28,17 +27,21 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
+from benchmarks.lockstep import arguments_of
 from demos.digits import metric as digits_metric
 from demos.digits.images import load_digits, model_input
 from demos.text import metric as text_metric
 from pom_edge.checkpoint import load_checkpoint
 from pom_edge.export.forms import parallel
 from pom_edge.export.inputs import Extent
-from pom_edge.export.onnx_graph import Traced, save_graph, trace_graph, translate
+from pom_edge.export.moments import with_moments
+from pom_edge.export.onnx_graph import Graph, Traced, save_graph, trace_graph, translate
 from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.quantize import Options, finish, prepare, weight_only
+from pom_edge.runtimes.onnxruntime_session import native_session
 from pom_edge.runtimes.parity import measure
+from pom_edge.runtimes.timing import timed
 
 DEMOS = Path(digits_metric.__file__).parents[1]
 
@@ -88,7 +91,7 @@ def files(case: Subject, folder: Path) -> dict[str, Path]:
     """Every file that is compared."""
     plan = parallel(case.model, {name: rows[:2] for name, rows in case.samples.items()}, Extent(), Extent())
     traced = trace_graph(plan.model, plan.mixers, plan.example, plan.axes)
-    made = {"FP32": _save(traced, folder / "fp32.onnx")}
+    made = {"FP32": _save(traced, folder / "fp32.onnx", with_moments)}
     for label, options in {
         "INT8": Options(),
         "INT8 minmax": Options(method="minmax"),
@@ -98,9 +101,9 @@ def files(case: Subject, folder: Path) -> dict[str, Path]:
         quantized = prepare(traced, lambda module: module(case.samples), options).convert()
         made[label] = _save(quantized.traced, folder / f"{label}.onnx", finish)
     for bits in (8, 4):
-        made[f"w{bits}"] = _save(traced, folder / f"w{bits}.onnx", lambda graph, bits=bits: weight_only(graph.model, bits))  # type: ignore[misc]
+        made[f"w{bits}"] = _save(traced, folder / f"w{bits}.onnx", functools.partial(_integer_weights, bits=bits))
     prepared = folder / "prepared.onnx"
-    quant_pre_process(str(made["FP32"]), str(prepared), skip_symbolic_shape=True)
+    quant_pre_process(str(_save(traced, folder / "plain.onnx")), str(prepared), skip_symbolic_shape=True)
     gemms = {"op_types_to_quantize": ["MatMul", "Gemm", "Conv"], "per_channel": True, "weight_type": QuantType.QInt8}
     symmetric = {"ActivationSymmetric": True, "WeightSymmetric": True, "MatMulConstBOnly": True}
     for label, settings in {
@@ -113,18 +116,20 @@ def files(case: Subject, folder: Path) -> dict[str, Path]:
     return made
 
 
-def _save(traced: Traced, path: Path, change: Callable[[Any], Any] = lambda graph: graph) -> Path:
-    graph = translate(traced)
-    change(graph)
-    save_graph(graph.model, path, {})
+def _save(traced: Traced, path: Path, change: Callable[[Graph], Graph] = lambda graph: graph) -> Path:
+    save_graph(change(translate(traced)).model, path, {})
     return path
 
 
-def open_file(path: Path, threads: int, optimized: Path | None = None) -> ort.InferenceSession:
-    """A session without spinning threads; they disturb each other."""
+def _integer_weights(graph: Graph, bits: Literal[4, 8]) -> Graph:
+    weight_only(graph.model, bits)
+    return with_moments(graph)
+
+
+def open_file(path: str | Path, threads: int, optimized: Path | None = None) -> ort.InferenceSession:
+    """A session as ONNX Runtime makes it by itself."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -144,10 +149,10 @@ def fused(path: Path, folder: Path) -> str:
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=("digits", "text", "encoder"), default="digits")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--model", choices=("digits", "text", "encoder"), default="digits", help="which")
+    parser.add_argument("--rounds", type=int, default=15, help="timed, after one that is not")
+    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(arguments.threads)
@@ -162,13 +167,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = files(case, folder)
-        sessions = {label: open_file(path, arguments.threads) for label, path in made.items()}
+        sessions = {
+            label: (open_file if label.startswith("onnxruntime") else native_session)(str(path), arguments.threads)
+            for label, path in made.items()
+        }
         seconds: dict[str, list[float]] = {label: [] for label in sessions}
         for _ in range(arguments.rounds):
             for label, session in sessions.items():
-                start = time.perf_counter()
-                session.run(["y"], {"x": case.unseen})
-                seconds[label].append(time.perf_counter() - start)
+                seconds[label].append(timed(functools.partial(session.run, ["y"], {"x": case.unseen})))
         reference = statistics.median(seconds["FP32"])
         print(f"{'file':26} {'bytes':>10} {'SNR dB':>7} {'speed':>6} {'integer GEMMs':>14} {'metric ' + case.unit:>18}")
         for label, session in sessions.items():

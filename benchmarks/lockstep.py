@@ -1,12 +1,14 @@
 """Models timed in turn, each in a process of its own: one that spins or keeps memory cannot disturb the next.
 
-Every round runs each model once, after a pause in which the threads of the last one go to sleep. Times are medians over the
-rounds, ratios medians of the ratios within a round: a busy machine disturbs all alike. Beside the clock stands the processor
-time of all threads together, which does not count what other programs took.
+In every round each model has its turn, after a pause in which the threads of the last one go to sleep: runs that wake its own,
+then the mean of runs for a tenth of a second (benchmarks/runners.py). Threads spin or sleep as the runtime has it by itself.
+Times are medians over the rounds, ratios medians of the ratios within a round: a busy machine disturbs all alike. Beside the
+clock stands the processor time of all threads together, which does not count what other programs took.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -24,7 +26,13 @@ import numpy as np
 PAUSE_S = 0.02
 WARM_UPS = 3
 
-__all__ = ["Model", "Taken", "check", "machine", "measure", "ratio", "rows", "spread", "write_json"]
+__all__ = ["Model", "Taken", "arguments_of", "check", "machine", "measure", "ratio", "rows", "spread", "write_json"]
+
+
+def arguments_of(document: str | None) -> argparse.ArgumentParser:
+    """A command line that says what the benchmark is, and the default of every option."""
+    description = (document or "").splitlines()[0]
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
 
 @dataclass(frozen=True)

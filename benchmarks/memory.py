@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.lockstep import arguments_of
 from benchmarks.published_form import PublishedForm
 from pom_edge import ModelConfig, PoM, build_model, export_bundle
 from pom_edge.bundle import MANIFEST, Bundle, seal, sha256_of
@@ -28,6 +29,7 @@ FLOOR_BYTES = 4 * MIB  # interpreter and runtime take some 0.2 to 0.5 MiB of the
 
 def main() -> None:
     """Print both tables."""
+    arguments_of(__doc__).parse_args()
     torch.manual_seed(0)
     errors: dict[tuple[Any, ...], tuple[float, float | None]] = {}  # by combination: one that is measured twice counts once
     with tempfile.TemporaryDirectory() as folder:

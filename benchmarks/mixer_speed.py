@@ -9,7 +9,6 @@ of the runtime's own fused operators at the longest length, with its four projec
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from benchmarks.lockstep import Model, Taken, check, machine, measure, ratio, rows, spread, write_json
+from benchmarks.lockstep import Model, Taken, arguments_of, check, machine, measure, ratio, rows, spread, write_json
 from benchmarks.published_form import PublishedForm
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS, export
 from pom_edge.export.forms import LayerModel
@@ -123,13 +122,15 @@ def break_even(found: Iterable[tuple[int, float]]) -> str:
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192, 16384])
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments_of(__doc__)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192, 16384], help="lengths of the sequence"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
     parser.add_argument("--rounds", type=int, default=15, help="of one repeat; a quarter of them from 8,192 tokens on")
     parser.add_argument("--repeats", type=int, default=3, help="with fresh processes")
     parser.add_argument("--longest-attention", type=int, default=8192, help="not measured beyond; 0: not at all")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
     threads = arguments.threads
     print(

@@ -10,7 +10,6 @@ get the exact shape, ONNX Runtime's graphs keep free batch and tokens. The encod
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.lockstep import Model, check, machine, measure, ratio, rows, write_json
+from benchmarks.lockstep import Model, arguments_of, check, machine, measure, ratio, rows, write_json
 from benchmarks.mixer_speed import mixers
 from benchmarks.published_form import published_encoder
 from benchmarks.published_vs_lowered import DIM, HEADS, export
@@ -77,13 +76,13 @@ def prepare(kind: str, peers: list[str], tokens: int, folder: Path) -> dict[str,
 
 def main() -> None:
     """Print one table for each length."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--json", type=Path)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer", help="which")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths of the sequence")
+    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=int, default=9, help="timed, after one that is not")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="runtimes")
+    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
     threads = arguments.threads
     print(f"{machine(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), CPU time")

@@ -8,13 +8,12 @@ the precision named that keeps its gate: ``pom-edge bench`` on a bundle of all o
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import torch
 
-from benchmarks.lockstep import machine, write_json
+from benchmarks.lockstep import arguments_of, machine, write_json
 from benchmarks.mixer_speed import mixers
 from benchmarks.peers import encoders
 from benchmarks.published_vs_lowered import DIM
@@ -24,14 +23,14 @@ from pom_edge.runtimes.bench import bench
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--precision", nargs="+", default=["fp32", "fp16", "int8", "w8"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer", help="which")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths of the sequence")
+    parser.add_argument("--precision", nargs="+", default=["fp32", "fp16", "int8", "w8"], help="precisions")
+    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=int, default=9, help="timed, after one that is not")
     parser.add_argument("--bundle", type=Path, help="kept there, and taken from there if it exists")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = options.bundle or Path(folder) / "model.pom"

@@ -8,7 +8,6 @@ Times are medians of 9 runs inside those processes, so compare them as ratios on
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.lockstep import arguments_of
 from benchmarks.published_form import PublishedForm
 from pom_edge.export.forms import LayerModel
 from pom_edge.export.inputs import Extent, make_inputs, plan_axes
@@ -60,9 +60,9 @@ def export(model: nn.Module, mixers: list[str], path: Path, ours: bool = False) 
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the sequence")
+    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(

@@ -2,8 +2,8 @@
 
     python -m benchmarks.runners KIND FILE TOKENS DIM THREADS
 
-The process answers ``run`` with the seconds of one run, on the clock and of all its threads together, and ``write PATH`` with
-the output in a .npy file.
+The process answers ``run`` with the seconds of a run, on the clock and of all its threads together: the mean of some, after
+others that do not count. It answers ``write PATH`` with the output in a .npy file.
 Kinds: ort (our session options), ort-plain (ONNX Runtime's own), openvino, eager, compile, executorch.
 """
 

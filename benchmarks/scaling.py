@@ -10,7 +10,6 @@ and the private memory of the process there. --plot needs matplotlib.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lockstep import machine, write_json
+from benchmarks.lockstep import arguments_of, machine, write_json
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS
 from pom_edge import PoM, export_bundle
 from pom_edge.runtimes import open_session
@@ -125,13 +124,15 @@ def plot(points: dict[str, list[tuple[int, float]]], steps: list[tuple[int, floa
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--last", type=int, default=1_000_000)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser = arguments_of(__doc__)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768], help="lengths of the sequence"
+    )
+    parser.add_argument("--last", type=int, default=1_000_000, help="last position of a decode step: 1,000, 10,000 ..")
+    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=int, default=5, help="timed, after one that is not")
+    parser.add_argument("--plot", type=Path, help="draw both there, as SVG")
+    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
     options = parser.parse_args()
     print(f"{machine(options.threads)}, one mixer, d {DIM}, FP32; medians of {options.rounds} interleaved rounds")
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,6 @@ All run as ONNX graphs in ONNX Runtime. Without --part all four, one after the o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from benchmarks.lockstep import arguments_of
 from pom_edge import ModelConfig, PoM, build_model, export_bundle, load, open_session
 from pom_edge.runtimes.session import Session
 
@@ -38,10 +38,10 @@ PARTS = ("mixer", "steps", "decode", "encoder")
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments_of(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="repeatable; default: all")
     parser.add_argument("--tokens", type=int, help="of mixer (default 100000) and encoder (65536)")
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="single tokens")
     parser.add_argument("--chunk", type=int, default=1024, help="of encoder")
     parser.add_argument("--folder", type=Path, help="for bundles and spilled tokens (default: a temporary one)")
     options = parser.parse_args()
