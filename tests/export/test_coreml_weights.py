@@ -58,7 +58,7 @@ def test_tables_are_no_weights_and_a_kept_mixer_keeps_all_of_its_own() -> None:
     large = cto.get_weights_metadata(package.model, weight_threshold=512)  # the integers too
     kinds = Counter("table" if "pom_angles" in name else large[name].val.shape for name in floats & set(large))
     assert kinds.pop("table") > 0
-    assert kinds == {(64, 32): 2, (32, 64): 1}, "polynomial, selection and aggregation of the second mixer, and nothing else"
+    assert kinds == {(64, 32): 1, (32, 64): 1}, "projection and aggregation of the second mixer, and nothing else"
 
 
 @pytest.mark.parametrize(
