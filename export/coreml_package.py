@@ -75,7 +75,7 @@ MIL_MOVES = (
 )
 SUMS = ("reduce_mean", "reduce_sum", "reduce_sum_square", "reduce_l2_norm", "cumsum", "pow", "range_1d")
 
-__all__ = ["DEFAULT_TARGET", "TARGETS", "Islands", "Package", "convert", "deployment_target", "save_package"]
+__all__ = ["DEFAULT_TARGET", "TARGETS", "Islands", "Package", "convert", "deployment_target", "module_paths", "save_package"]
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,25 @@ def _passes(ct: Any) -> Any:
 
 
 def _half_precision(ct: Any, islands: Islands) -> Any:
-    from coremltools.converters.mil.mil.scope import ScopeSource
-
     def half(operation: Any) -> bool:
-        scope = operation.scopes.get(ScopeSource.EXIR_STACK_TRACE) or ["."]
-        path, kind = str(scope[-1] or "."), str(operation.op_type)
+        path, kind = _scope(operation), str(operation.op_type)
         if kind in MIL_MOVES and not islands.half(path, kind):
             return _comes_in_half(operation)  # a move computes nothing: it follows what it moves
         return islands.half(path, kind)
 
     return ct.transform.FP16ComputePrecision(op_selector=half)
+
+
+def _scope(operation: Any) -> str:
+    """The module path that :func:`pom_edge.export.coreml_program.prepare` left on the node of which this was made."""
+    from coremltools.converters.mil.mil.scope import ScopeSource
+
+    return str((operation.scopes.get(ScopeSource.EXIR_STACK_TRACE) or ["."])[-1] or ".")
+
+
+def module_paths(model: Any) -> dict[str, str]:
+    """Module path of each operation of a converted model, by its name."""
+    return {str(operation.name): _scope(operation) for operation in model._mil_program.functions["main"].operations}
 
 
 def _comes_in_half(operation: Any) -> bool:

@@ -65,9 +65,10 @@ class Packages:
             programs = [trace_stateful(base.plan)]
         each = [None] * len(programs) if islands is None else islands
         self.packages: list[Package] = [convert(t, kept, target) for t, kept in zip(programs, each, strict=True)]
+        self.weight_modules: list[str] = []  # weights alone: paths of all modules that have some, as they run
         if precision in WEIGHTS_ONLY:
             for package in self.packages:
-                compress(package, precision, float_weights)
+                self.weight_modules += [p for p in compress(package, precision, float_weights) if p not in self.weight_modules]
         if base.plan.form != "streamed":
             for spec in base.fields()["inputs"]:
                 self._flexible(spec)
@@ -156,6 +157,7 @@ class Packages:
         total = sum(counts.values()) or 1
         names = {"fp32": "float", "fp16": "float16"}
         fields |= {
+            "deployment_target": self.deployment,
             "opset": None,
             "ir_version": None,
             "census": {names.get(name, name): round(n / total, 4) for name, n in sorted(counts.items()) if n},

@@ -52,6 +52,9 @@ from pom_edge.manifest import (
 MANIFEST = "manifest.json"
 GOLDEN = "golden.safetensors"
 COPY_ELSEWHERE = "copy the bundle to a folder that can be written"
+PACKAGE = ".mlpackage"  # a folder of Core ML
+COMPILED_MODEL = ".mlmodelc"  # what Core ML makes of a package
+LEFT_BY_MACOS = (".DS_Store", "._")  # the Finder's notes and the second halves of files copied to other systems
 _UNSEALED = "0" * 64
 _DIGEST = re.compile(r'\n  "digest": "([0-9a-f]{64})"')  # of the manifest itself: two spaces deep
 
@@ -142,6 +145,8 @@ class Bundle:
             unlisted = [file for file in (artifact.file, *artifact.files) if file not in listed and file not in folders]
             if unlisted:
                 raise BundleError(f"{path.name}: artifact file {unlisted[0]!r} is not among the hashed files; export again")
+        for package in sorted(folder for folder in folders if folder.endswith(PACKAGE)):
+            _refuse_strangers(path, package, listed)
         if manifest.golden and GOLDEN not in listed:
             raise BundleError(f"{path.name}: {GOLDEN} is not among the hashed files; export again")
         return damaged
@@ -308,6 +313,23 @@ def _parse(text: str, path: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise BundleError(f"{path.name}/{MANIFEST}: {where}: {first['msg']}; export the model again") from error
+
+
+def _refuse_strangers(folder: Path, package: str, listed: set[str]) -> None:
+    """A Core ML package is loaded as a folder, whatever lies in it: no file beside those that were exported.
+
+    Raises:
+        BundleError: there is one that neither the export nor macOS put there.
+    """
+    for path in sorted((folder / package).rglob("*")):
+        inside = path.relative_to(folder)
+        own = any(part.startswith(LEFT_BY_MACOS) or part.endswith(COMPILED_MODEL) for part in inside.parts)
+        if inside.as_posix() in listed or own or (path.is_dir() and not path.is_symlink()):
+            continue
+        raise BundleError(
+            f"{folder.name}: {inside.as_posix()} is not of the export (the manifest does not list it); delete it, copy the "
+            "whole folder again, or export again"
+        )
 
 
 class _FileDamagedError(BundleError):

@@ -13,13 +13,16 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from pom_edge.bundle import MANIFEST, is_bundle
 from pom_edge.errors import InputError, MissingToolError, PomError
 from pom_edge.metric import Metric
+
+if TYPE_CHECKING:
+    import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 ROUNDS = 15  # timed runs of each artifact
@@ -187,7 +190,9 @@ def export_command(
     observer: Annotated[str, typer.Option(help="INT8 ranges: minmax, percentile or mse.")] = "percentile",
     int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",
     remainder: Annotated[str, typer.Option(help="INT8, w8, w4: what all else computes in, fp32 or fp16.")] = "fp32",
-    minimum_deployment_target: Annotated[str, typer.Option(help="Core ML: iOS16, iOS17 or iOS18.")] = "iOS17",
+    minimum_deployment_target: Annotated[
+        str | None, typer.Option(help="Core ML: iOS16, iOS17, iOS18 or macOS13 to macOS15.  [default: iOS17]")
+    ] = None,
     stateful: Annotated[bool, typer.Option("--stateful", help="Core ML, recurrent: keep the state in the package.")] = False,
     author: Annotated[str | None, typer.Option(help="Of the model, for the metadata of its files.")] = None,
     license_: Annotated[str | None, typer.Option("--license", help="Of the model, likewise.")] = None,
@@ -319,6 +324,8 @@ def run(
                 session.progress = progress.update
                 shapes = session.run_file(input_file, output_file)
             seconds = time.perf_counter() - start
+        for name in shapes:
+            _warn_nonfinite(name, np.load(output_file, mmap_mode="r"))
         _say_run(output_file, shapes, seconds, session.runtime, as_json)
         return
     inputs = read_arrays(input_file)
@@ -338,10 +345,21 @@ def run(
     for warning in said:
         print(f"warning: {warning.message}", file=sys.stderr)
     for name, array in outputs.items():
-        if array.dtype.kind == "f" and (bad := int((~np.isfinite(array)).sum())):
-            print(f"warning: output {name!r} holds {bad:,} NaN or infinity of {array.size:,} values", file=sys.stderr)
+        _warn_nonfinite(name, array)
     write_arrays(output_file, outputs)
     _say_run(output_file, {name: list(array.shape) for name, array in outputs.items()}, seconds, session.runtime, as_json)
+
+
+def _warn_nonfinite(name: str, array: np.ndarray) -> None:
+    """Count NaN and infinity in pieces: the array may be a file longer than memory."""
+    import numpy as np
+
+    if array.dtype.kind != "f":
+        return
+    flat, piece = array.reshape(-1), 1 << 22
+    bad = sum(int((~np.isfinite(flat[start : start + piece])).sum()) for start in range(0, flat.size, piece))
+    if bad:
+        print(f"warning: output {name!r} holds {bad:,} NaN or infinity of {flat.size:,} values", file=sys.stderr)
 
 
 def _say_run(output_file: Path, shapes: dict[str, list[int]], seconds: float, runtime: str, as_json: bool) -> None:

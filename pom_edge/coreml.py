@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
+from pom_edge.coreml_shapes import own_batch
 from pom_edge.errors import GateError, InputError, MissingExtraError
 from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'pom-edge[coreml]'"
 CHUNK = 1024  # of the streamed form: what is fastest on ONNX Runtime here says nothing about a phone
+DEFAULT_TARGET = "iOS17"  # the oldest with INT8 activations
 MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
 IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
 SLOW_INT8 = (
@@ -38,16 +40,17 @@ STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of 
 __all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
 
 
-def known_target(options: ExportOptions) -> int:
-    """The iOS of ``--minimum-deployment-target``.
+def known_target(options: ExportOptions) -> str:
+    """``--minimum-deployment-target``, written in any case, as a key of :data:`IOS`.
 
     Raises:
         InputError: an unknown one.
     """
-    target = options.deployment_target
-    if target not in IOS:
-        raise InputError(f"--minimum-deployment-target is {target!r}; expected one of {', '.join(IOS)}")
-    return IOS[target]
+    asked = options.deployment_target or DEFAULT_TARGET
+    found = next((target for target in IOS if target.lower() == asked.lower()), None)
+    if found is None:
+        raise InputError(f"--minimum-deployment-target is {asked!r}; expected one of {', '.join(IOS)}")
+    return found
 
 
 def check_coreml(options: ExportOptions) -> None:
@@ -56,7 +59,7 @@ def check_coreml(options: ExportOptions) -> None:
     Raises:
         InputError: BF16, an unknown deployment target, or one too old for what is asked for.
     """
-    ios, precisions = known_target(options), options.precisions_of("coreml")
+    ios, precisions = IOS[known_target(options)], options.precisions_of("coreml")
     if "bf16" in precisions:
         raise InputError("Core ML has no BF16; use --precision fp16, its own default, or fp32")
     for precision, oldest in (("int8", 17), ("w4", 18)):
@@ -65,10 +68,10 @@ def check_coreml(options: ExportOptions) -> None:
                 f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
                 f"iOS{oldest}"
             )
-    if options.stateful and (options.form != "recurrent" or ios < 18 or "int8" in precisions):
+    if options.stateful and (against := _against_stateful(options)):
         raise InputError(
-            "--stateful needs --form recurrent, --minimum-deployment-target iOS18 or macOS15, and another precision than int8; "
-            "without it the state goes in and out as FP32 tensors, from iOS16 on"
+            f"--stateful does not go with {'; nor with '.join(against)}. Without --stateful the state goes in and out as FP32 "
+            "tensors, from iOS16 on"
         )
     if options.memory_budget is not None:
         raise InputError("--memory-budget is for ONNX Runtime, whose memory can be predicted; Core ML's cannot: leave it out")
@@ -80,6 +83,19 @@ def check_coreml(options: ExportOptions) -> None:
     _check_lengths(options)
 
 
+def _against_stateful(options: ExportOptions) -> list[str]:
+    """Each thing asked for that a package with a state of its own cannot be, and what it can."""
+    target, tokens, batch = known_target(options), str(options.tokens), options.batch
+    conditions = (
+        (options.form != "recurrent", f"--form {options.form or 'parallel'}, which has no state: give --form recurrent"),
+        (IOS[target] < 18, f"--minimum-deployment-target {target}: give iOS18 or macOS15"),
+        ("int8" in options.precisions_of("coreml"), "--precision int8: give fp16, fp32 or w8"),
+        ("," in tokens, f"--tokens {tokens}, a list of lengths: give one number"),
+        (batch is not None and not Extent.parse(batch, "--batch").fixed, f"--batch {batch}, a range: give one number"),
+    )
+    return [text for found, text in conditions if found]
+
+
 def _check_lengths(options: ExportOptions) -> None:
     text = str(options.tokens)
     if ":" in text and options.form == "recurrent":
@@ -89,11 +105,10 @@ def _check_lengths(options: ExportOptions) -> None:
     listed = Extent.parse(options.tokens, "--tokens").lengths
     if len(listed) > MAX_LISTED:
         raise InputError(f"--tokens lists {len(listed)} lengths; Core ML takes {MAX_LISTED}")
-    if listed and (options.stateful or not Extent.parse(options.batch or 1, "--batch").fixed):
-        given = "--stateful" if options.stateful else f"--batch {options.batch}"
+    if listed and not Extent.parse(options.batch or 1, "--batch").fixed:
         raise InputError(
-            f"--tokens is {text!r}, a list of lengths, which goes with neither --stateful nor a range of --batch; "
-            f"found {given}: give N, or leave it out"
+            f"--tokens is {text!r}, a list of lengths, which does not go with a range of --batch; found --batch "
+            f"{options.batch}: give N, or leave it out"
         )
     if listed and options.form == "streamed":
         raise InputError(f"--tokens is {text!r}; the passes of the streamed form take any length: give MIN:OPT:MAX, or nothing")
@@ -143,13 +158,17 @@ def coreml_options(options: ExportOptions, subject: Subject) -> ExportOptions:
     Raises:
         InputError: several inputs of listed lengths for a target that takes one.
     """
-    from pom_edge.export.inputs import TOKENS, plan_axes
+    from pom_edge.export.inputs import TOKENS, axis_sizes, plan_axes
 
     example = subject.example
-    changes: dict[str, Any] = {"batch": options.batch or _own_batch(subject), "targets": ("coreml",)}
+    changes: dict[str, Any] = {
+        "batch": options.batch or own_batch(subject),
+        "targets": ("coreml",),
+        "deployment_target": known_target(options),
+    }
     if "," in str(options.tokens):
         changing = [name for name, dims in plan_axes(dict(example), Extent(1, 1, 1), Extent()).items() if TOKENS in dims]
-        if len(changing) > 1 and known_target(options) < 18:
+        if len(changing) > 1 and IOS[known_target(options)] < 18:
             raise InputError(
                 f"--tokens is {options.tokens!r}, and {', '.join(changing)} have these lengths together, which needs iOS18 or "
                 "macOS15: give --minimum-deployment-target iOS18, or one number"
@@ -157,22 +176,11 @@ def coreml_options(options: ExportOptions, subject: Subject) -> ExportOptions:
     if options.form == "streamed":
         if options.chunk is None:
             changes["chunk"] = min(CHUNK, Extent.parse(options.tokens, "--tokens").maximum or CHUNK)
-    elif options.tokens is None:
-        axes = plan_axes(dict(example), Extent(), Extent())
-        lengths = [int(example[name].shape[dims.index(TOKENS)]) for name, dims in axes.items() if TOKENS in dims]
-        if lengths:
-            changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else lengths[0]
+    elif options.tokens is None and (
+        length := axis_sizes(dict(example), plan_axes(dict(example), Extent(), Extent())).get(TOKENS)
+    ):
+        changes["tokens"] = STEP_TOKENS if options.form == "recurrent" else length
     return dataclasses.replace(options, **changes)
-
-
-def _own_batch(subject: Subject) -> int:
-    """One sequence, unless a ``.pt2`` was traced for another number."""
-    if subject.program is None:
-        return 1
-    names = subject.program.graph_signature.user_inputs
-    first = next(node for node in subject.program.graph.nodes if node.op == "placeholder" and node.name in names)
-    size = first.meta["val"].shape[0] if first.meta["val"].ndim else 1
-    return size if isinstance(size, int) else 1
 
 
 def fix_axes(plan: Plan, example: Mapping[str, Any]) -> None:
@@ -204,9 +212,12 @@ class _CoreML:
         self._builder, self._options, self._precision = builder, options, precision
         self._made, self._cases = builder.made, builder.cases
         self._gate_db = builder.gate_db(precision)
+        self._target = known_target(options)
         self._weights_only = precision in ("w8", "w4", *PALETTES)
 
     def build(self) -> Built:
+        from pom_edge.export.coreml_weights import before
+
         keep: set[str] = set()
         form = quantization = exact = eager = None
         if self._precision == "int8":
@@ -226,13 +237,14 @@ class _CoreML:
             if not below:  # an output alone misses: the worst mixer is the likeliest cause
                 left = {name: stage[name].snr_db for name in stage if name.split("#")[0] in mixers - keep}
                 below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
-            if self._weights_only and below <= keep:  # the mixer is as it was: what comes before it is not
-                below = {path.rpartition(".")[0] for path in below} - {""}
+            if self._weights_only and below <= keep:
+                below = before(below, packages.weight_modules, self._made.mixers, keep)
             if self._weights_only and not below - keep:
                 worst = min(failed, key=lambda name: failed[name].snr_db)
+                others = " or ".join(other for other in ("w8", "p8", "fp16") if other != self._precision)
                 raise GateError(
-                    f"{self._precision} misses its gate of {self._gate_db:g} dB with the weights of every mixer and its block "
-                    f"in FP16 ({worst} {failed[worst].snr_db:.1f} dB): the rest costs too much; use --precision w8, p8 or fp16"
+                    f"{self._precision} misses its gate of {self._gate_db:g} dB ({worst} {failed[worst].snr_db:.1f} dB), even "
+                    f"with FP16 weights in all that it is computed from; use --precision {others}"
                 )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
@@ -265,7 +277,7 @@ class _CoreML:
 
         step, scratch = self._builder.step, self._builder.scratch
         step("convert to Core ML in int8 and FP32, and compare with the quantized model")
-        exact = Packages(self._made, "int8", None, self._options.deployment_target, form.made.traced_graphs)
+        exact = Packages(self._made, "int8", None, self._target, form.made.traced_graphs)
         exact.save(scratch, {})
         held = self._builder.hold_eager(exact.written(scratch), form.eager, "the Core ML program")
         run = packages.written(self._builder.folder)
@@ -286,9 +298,7 @@ class _CoreML:
         step, kind = self._builder.step, f"Core ML in {self._precision}"
         step(f"convert to {kind}")
         floats = keep if self._weights_only else set()
-        packages = Packages(
-            self._made, self._precision, islands, self._options.deployment_target, traced, floats, self._options.stateful
-        )
+        packages = Packages(self._made, self._precision, islands, self._target, traced, floats, self._options.stateful)
         files = self._builder.write(packages)
         step(f"evaluate {kind} beside PyTorch")
         return packages, files, against_graph(self._cases, packages.plan, packages.written(self._builder.folder))

@@ -55,7 +55,10 @@ class Extent:
         except ValueError:
             raise InputError(f"{option} is {text!r}; {expected}") from None
         listed = "," in str(text)
-        numbers = sorted(set(numbers)) if listed else numbers
+        twice = [number for number in dict.fromkeys(numbers) if numbers.count(number) > 1]
+        if listed and twice and option == "--tokens":
+            raise InputError(f"{option} is {text!r}, which lists {twice[0]} more than once; expected each length once")
+        numbers = sorted(numbers) if listed else numbers
         counted = option == "--tokens" if listed else len(numbers) in (1, 3)
         if not counted or numbers[0] < 1 or numbers != sorted(numbers):
             raise InputError(f"{option} is {text!r}; {expected}")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pom_edge.bundle import Bundle, is_bundle
+from pom_edge.bundle import Artifact, Bundle, is_bundle
 from pom_edge.errors import InputError, MissingToolError
 from pom_edge.jetson import find_jetson, known_bad
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
@@ -102,7 +102,7 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
                 "mixers": list(artifact.mixers),
                 "parity": artifact.parity,
                 **({"ranges": artifact.ranges} if ranges else {}),
-                "remainder": artifact.remainder,
+                **_of_target(artifact),
                 "quantization": artifact.quantization,
                 **({} if artifact.engine is None else {"engine": artifact.engine}),
                 **({"damaged": bundle.damaged[artifact.file]} if artifact.file in bundle.damaged else {}),
@@ -111,6 +111,13 @@ def _describe_bundle(path: Path, ranges: bool) -> dict[str, Any]:
             for artifact in manifest.artifacts
         ],
     }
+
+
+def _of_target(artifact: Artifact) -> dict[str, Any]:
+    """What only some targets have: Core ML has no remainder (what is not INT8 computes in FP16), others no oldest system."""
+    if artifact.target != "coreml":
+        return {"remainder": artifact.remainder}
+    return {"deployment_target": artifact.deployment_target}
 
 
 def describe_trtexec(path: Path, artifact: str | None, raw: Path | None) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class Artifact(_Model):
     notes: list[str] = Field(default_factory=list)
     verified: str
     parity: dict[str, Any] | None = None
+    deployment_target: str | None = None  # Core ML: the oldest system that takes it
     remainder: str = "fp32"  # INT8: what the rest computes in
     quantization: dict[str, Any] | None = None  # INT8: calibration, and each layer's sensitivity, scale and fate
     ranges: dict[str, Any] | None = None  # half precision: how large values get, how that is known, and what stays FP32

@@ -51,7 +51,7 @@ class ExportOptions:
     observer: str = "percentile"
     int8_weights: str = "8bit"
     remainder: str = "fp32"
-    deployment_target: str = "iOS17"
+    deployment_target: str | None = None  # None: iOS17
     stateful: bool = False
     author: str | None = None
     license: str | None = None
@@ -109,8 +109,11 @@ class ExportOptions:
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
         if "int8" not in self.precisions and (self.observer, self.int8_weights) != (OBSERVERS[1], INT8_WEIGHTS[0]):
             raise InputError("--observer and --int8-weights are for --precision int8; leave them out")
-        if self.deployment_target != "iOS17" and "coreml" not in self.targets:
-            raise InputError("--minimum-deployment-target is for --target coreml; leave it out")
+        if self.deployment_target is not None and "coreml" not in self.targets:
+            raise InputError(
+                f"--minimum-deployment-target is for --target coreml; leave it out (found {self.deployment_target} and "
+                f"--target {', '.join(self.targets)})"
+            )
         if self.stateful and "coreml" not in self.targets:
             raise InputError("--stateful is for --target coreml")
         if (palettes := set(self.precisions) & set(PALETTES)) and set(self.targets) != {"coreml"}:

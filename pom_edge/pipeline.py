@@ -23,6 +23,7 @@ from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
 from pom_edge.coreml import build_coreml, check_torch, coreml_options, missing_coreml
+from pom_edge.coreml_shapes import shape_notes
 from pom_edge.engine_options import COMPILED
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
@@ -239,13 +240,15 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     start = time.perf_counter()
     missing = missing_coreml(options, out)
-    torch_notes = check_torch() if "coreml" in options.targets and not missing else []
+    coreml_notes = check_torch() if "coreml" in options.targets and not missing else []
     graphs = [target for target in options.targets if target != "coreml"]
-    narrow = None  # beside graphs, the packages of fixed shapes have a form of their own
+    asked, narrow = options, None  # beside graphs, the packages of fixed shapes have a form of their own
     if "coreml" in options.targets and not graphs:
         options = coreml_options(options, subject)
     elif "coreml" in options.targets and not missing:
         narrow = coreml_options(options, subject)
+    if "coreml" in asked.targets and not missing:
+        coreml_notes += shape_notes(asked, narrow or options, subject)
     metric = None if options.metric is None else Metric.named(options.metric, options.max_drop)
     batch, tokens = Extent.parse(options.batch, "--batch"), Extent.parse(options.tokens, "--tokens")
     if options.form == "streamed" and options.batch is None:
@@ -258,7 +261,8 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     made, notes = make_graphs(subject, options, batch, tokens, step)
     plan = made.plan
     step("lint")
-    notes += [*torch_notes, *made.lint()]
+    lint_notes = made.lint()
+    notes += [*coreml_notes, *(lint_notes if graphs else [])]
 
     if options.memory_budget is not None:
         step("predict its memory")
@@ -300,7 +304,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         }
 
         def finish() -> None:
-            artifacts = [_artifact(each, folder, [note for note in notes if not note.startswith(MEASURED)]) for each in built]
+            artifacts = [_artifact(each, folder, _own_notes(each, notes, lint_notes)) for each in built]
             finish_bundle(folder, {**fields, "artifacts": artifacts}, golden)
 
         finish()
@@ -340,6 +344,13 @@ def _fixed_builder(
     builder = Builder(made, cases, folder, fixed, metadata, none, None, calibration, step)
     builder.hold_fp32()
     return builder, cases
+
+
+def _own_notes(built: Built, notes: list[str], of_graphs: list[str]) -> list[str]:
+    """What the manifest says of an artifact: rules of ONNX graphs are none of a package's, and the other way round."""
+    package = built.made.target == "coreml"
+    own = [note for note in notes if note not in of_graphs] if package else [n for n in notes if not n.startswith("coreml")]
+    return [note for note in own if not note.startswith(MEASURED)]
 
 
 def _artifact(built: Built, folder: Path, notes: list[str]) -> Artifact:

@@ -253,6 +253,7 @@ def test_run_keeps_its_inputs_and_the_bundle(tmp_path: Path) -> None:
     np.savez(source, x=np.full((1, 5, 6), np.nan, np.float32))
     result = _run("run", tmp_path / "a.pom", "--input", source, "--output", tmp_path / "out.npz")
     assert result.exit_code == 0 and "input 'x' contains NaN" in result.stderr
+    assert "output 'y' holds 30 NaN or infinity of 30 values" in result.stderr
 
 
 @pytest.mark.parametrize(

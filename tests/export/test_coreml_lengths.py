@@ -8,8 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import pom_edge
 from pom_edge.bundle import Bundle
+from pom_edge.cli import app
+from pom_edge.coreml import coreml_options
+from pom_edge.coreml_shapes import shape_notes
 from pom_edge.errors import InputError
 from pom_edge.extent import Extent, cut
 from pom_edge.models import ModelConfig, build_model
@@ -18,6 +23,7 @@ from pom_edge.runtimes import open_session
 from pom_edge.runtimes.checking import check_bundle
 from pom_edge.runtimes.mil_program import model_file
 from pom_edge.runtimes.parity import measure
+from pom_edge.subject import subject_from_model
 
 pytest.importorskip("coremltools", reason="needs pip install 'pom-edge[coreml]'")
 
@@ -95,7 +101,8 @@ def test_a_causal_model_has_a_range(tokens: str, tmp_path: Path) -> None:
         ({"tokens": "8,16", "targets": ("onnx",)}, "a list of lengths is for --target coreml"),
         ({"tokens": "8,16", "form": "streamed"}, "take any length"),
         ({"tokens": "8,16", "batch": "1:2:4"}, "found --batch 1:2:4"),
-        ({"tokens": "8,16", "form": "recurrent", "stateful": True, "deployment_target": "iOS18"}, "found --stateful"),
+        ({"tokens": "8,16", "form": "recurrent", "stateful": True, "deployment_target": "iOS18"}, "with --tokens 8,16, a list"),
+        ({"tokens": "64,32,64"}, "lists 64 more than once"),
         ({"tokens": ",".join(map(str, range(1, 131)))}, "lists 130 lengths; Core ML takes 128"),
         ({"tokens": "8,,16"}, "--tokens takes N or MIN:OPT:MAX"),
         ({"tokens": "0,16"}, "--tokens takes N or MIN:OPT:MAX"),
@@ -104,6 +111,69 @@ def test_a_causal_model_has_a_range(tokens: str, tmp_path: Path) -> None:
 def test_what_a_list_does_not_go_with(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ExportOptions(**{"targets": ("coreml",), **options}).check()
+
+
+def _notes(model: torch.nn.Module, example: dict[str, torch.Tensor], **given: Any) -> list[str]:
+    options = ExportOptions(**{"targets": ("coreml",), "form": "parallel", "example": example, **given})
+    subject = subject_from_model(model, options)
+    return shape_notes(options, coreml_options(options, subject), subject)
+
+
+LM = {"x": torch.zeros(1, 24, dtype=torch.int64)}
+MASKED = {"x": torch.zeros(1, 12, 8), "mask": torch.ones(1, 12)}
+
+
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        (
+            {},
+            "fixed at 24 tokens (as in the example) and 1 sequence; --tokens N, a list (64,256) or MIN:OPT:MAX chooses others, "
+            "--batch N more sequences",
+        ),
+        ({"batch": 2}, "fixed at 24 tokens (as in the example); --tokens N, a list (64,256) or MIN:OPT:MAX chooses others"),
+        (
+            {"form": "recurrent"},
+            "fixed at 1 token a step and 1 sequence; --tokens N or a list (1,64) chooses others, --batch N more sequences",
+        ),
+        (
+            {"form": "recurrent", "stateful": True},
+            "fixed at 1 token a step and 1 sequence; --tokens N chooses others, --batch N more sequences",
+        ),
+        (
+            {"targets": ("onnx", "coreml"), "batch": 1},
+            "fixed at 24 tokens (as in the example); --tokens N or MIN:OPT:MAX chooses others, for every target",
+        ),
+        ({"tokens": 24}, None),
+        ({"tokens": "8:16:24"}, None),
+        ({"form": "streamed"}, None),
+    ],
+)
+def test_what_was_fixed_unasked_is_said_with_what_chooses_otherwise(given: dict[str, Any], note: str | None) -> None:
+    assert _notes(_language_model(), LM, **given) == ([] if note is None else [f"coreml: {note}"])
+
+
+def test_a_mask_and_an_image_in_the_note() -> None:
+    encoder = build_model(ModelConfig(kind="encoder", dim=16, depth=1, input_dim=8, n_sel_heads=4))
+    assert (
+        "12 tokens (as in the example) and 1 sequence; --tokens N, a list (64,256; from iOS18 on)" in _notes(encoder, MASKED)[0]
+    )
+    digits = pom_edge.load("demos/digits/model.pt")
+    assert _notes(digits, {"x": torch.zeros(1, 1, 28, 28)}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free", [True, False])
+def test_a_program_of_free_length_is_fixed_and_says_so(free: bool, tmp_path: Path) -> None:
+    encoder = build_model(ModelConfig(kind="encoder", dim=16, depth=1, input_dim=8, n_sel_heads=4)).eval()
+    shapes = {"x": {1: torch.export.Dim.DYNAMIC} if free else {}}
+    torch.export.save(torch.export.export(encoder, (torch.zeros(2, 24, 8),), dynamic_shapes=shapes), tmp_path / "a.pt2")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "a.pt2"), "--target", "coreml"], catch_exceptions=False)
+    said = "coreml: fixed at 24 tokens (as in the example); a .pt2 takes no --tokens: give an --example of another length"
+    assert result.exit_code == 0 and (said in " ".join(result.stderr.split())) is free
+    (artifact,) = Bundle.open(tmp_path / "a.pom").manifest.artifacts
+    assert any(note.startswith(said) for note in artifact.notes) is free
+    assert not any("linear-cost" in note for note in artifact.notes), "a rule of ONNX graphs"
 
 
 def test_two_inputs_of_listed_lengths_need_ios18(tmp_path: Path) -> None:

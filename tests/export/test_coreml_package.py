@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from pom_edge.bundle import Bundle
 from pom_edge.cli import app
-from pom_edge.coreml import fix_axes
+from pom_edge.coreml import fix_axes, known_target
 from pom_edge.errors import BundleError, GateError, InputError
 from pom_edge.export import forms
 from pom_edge.export.coreml_package import Islands, convert, deployment_target, save_package
@@ -291,6 +292,20 @@ def test_a_changed_package_does_not_open(digits: Path, tmp_path: Path) -> None:
         open_session(copy)
 
 
+def test_a_strange_file_in_a_package_is_refused(digits: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(digits, tmp_path / "digits.pom"))
+    package = copy / "parallel.fp16.mlpackage"
+    for left in (package / ".DS_Store", package / "Data" / "._weights", package / "model.mlmodelc" / "weights" / "0.bin"):
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"macOS")
+    Bundle.open(copy)
+    (package / WEIGHTS / "other.bin").write_bytes(b"")
+    result = CliRunner().invoke(app, ["check", str(copy)])
+    assert result.exit_code == 2 and "weights/other.bin is not of the export" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_text_steps_with_state(stateful: bool, tmp_path: Path) -> None:
     """8192 tokens, one by one: the state neither drifts in FP32 nor as a pair of FP16 numbers."""
@@ -327,13 +342,29 @@ def test_text_steps_with_state(stateful: bool, tmp_path: Path) -> None:
         ({"precisions": ("int8",), "deployment_target": "iOS16"}, "needs iOS17"),
         ({"precisions": ("w4",)}, "needs iOS18"),
         ({"form": "recurrent", "tokens": "1:8:64"}, "has one length on Core ML"),
-        ({"form": "recurrent", "stateful": True}, "--stateful needs"),
+        (
+            {"form": "recurrent", "stateful": True},
+            "does not go with --minimum-deployment-target iOS17: give iOS18 or macOS15. W",
+        ),
+        (
+            {"stateful": True, "deployment_target": "macos15"},
+            "does not go with --form parallel, which has no state: give [^;]*$",
+        ),
+        (
+            {"stateful": True, "precisions": ("int8",), "batch": "1:2:3"},
+            "--form parallel.*nor with --minimum-d.*nor with --precision int8.*nor with --batch 1:2:3, a range",
+        ),
         ({"memory_budget": 1 << 30, "tokens": 8}, "--memory-budget is for ONNX Runtime"),
     ],
 )
 def test_what_core_ml_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ExportOptions(targets=("coreml",), **options).check()
+
+
+def test_targets_are_known_in_any_case() -> None:
+    for text, known in (("ios18", "iOS18"), ("MACOS13", "macOS13"), (None, "iOS17")):
+        assert known_target(ExportOptions(targets=("coreml",), deployment_target=text)) == known
 
 
 def test_a_mac_says_macos() -> None:

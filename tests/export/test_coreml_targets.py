@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pom_edge.bundle import Bundle
 from pom_edge.cli import app
 from pom_edge.errors import BundleError, GateError, InputError
+from pom_edge.inspection import describe
 from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle
@@ -52,6 +53,10 @@ def test_beside_graphs_every_artifact_is_checked(tmp_path: Path, monkeypatch: py
     assert checks[graph].runtime.startswith("onnxruntime") and EVALUATED in checks[package].runtime
     assert set(checks[package].cases) < set(checks[graph].cases), "a package runs what was recorded for its sizes"
     assert [each.file for each in check_bundle(out, runtime="coreml", layers=True).artifacts] == [package]
+    of_graph, of_package = describe(out)["artifacts"]
+    assert of_package["deployment_target"] == "iOS17" and "deployment_target" not in of_graph
+    assert of_graph["remainder"] == "fp32" and "remainder" not in of_package
+    assert of_graph["notes"] == [] and [note[:25] for note in of_package["notes"]] == ["coreml: fixed at 16 token"]
     with open_session(out) as session:
         assert session.artifact.file == graph
     with open_session(out, artifact=package) as session:
