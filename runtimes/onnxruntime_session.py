@@ -55,6 +55,7 @@ def native_session(
     weights_folder: Path | None = None,
     optimize: bool = True,
     provider: str = PROVIDER,
+    in_turn: bool = False,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` with our options.
 
@@ -68,6 +69,8 @@ def native_session(
         threads: None leaves the choice to ONNX Runtime.
         weights_folder: where the external weights of a serialized graph lie.
         optimize: rewrite the graph for speed.
+        in_turn: one of several that run in turn. Its threads go to sleep with each run: those that spun on would take the
+            cores from the next one, which then takes up to twice as long.
         provider: what executes it. What it cannot execute ONNX Runtime leaves to the CPU, node by node.
 
     Raises:
@@ -83,6 +86,8 @@ def native_session(
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4  # errors arrive as exceptions, with our message
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # w8, w4: arithmetic in FP32, as written
+    if in_turn:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     if int8_saturates():
         options.add_session_config_entry("session.x64quantprecision", "1")  # exact sums: what is measured is what the file says
     if not optimize:
@@ -130,16 +135,16 @@ class OnnxRuntimeSession(Session):
         self._natives: list[Any] = []
         for file in files:
             try:
-                self._natives.append(self._open(bundle.path / file, threads))
+                self._natives.append(self._open(bundle.path / file, threads, in_turn=len(files) > 1))
             except PomError:
                 raise
             except Exception as error:  # onnxruntime raises its own family of exceptions
                 raise BundleError(f"ONNX Runtime {self._version} cannot load {file}: {error}") from error
         trim_heap()  # parsing and optimising leave megabytes of freed pages behind
 
-    def _open(self, path: Path, threads: int | None) -> Any:
+    def _open(self, path: Path, threads: int | None, in_turn: bool) -> Any:
         if self.artifact.precision != "bf16":
-            return native_session(str(path), threads, provider=self._provider)
+            return native_session(str(path), threads, provider=self._provider, in_turn=in_turn)
         if self._provider != PROVIDER:
             raise InputError(f"{path.name} is BF16, which is evaluated on the CPU only; use --runtime ort, or an engine")
         from pom_edge.runtimes.rounding import rounded_session
