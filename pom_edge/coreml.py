@@ -86,9 +86,10 @@ def check_coreml(options: ExportOptions) -> None:
 def _against_stateful(options: ExportOptions) -> list[str]:
     """Each thing asked for that a package with a state of its own cannot be, and what it can."""
     target, tokens, batch = known_target(options), str(options.tokens), options.batch
+    asked = target if options.deployment_target is not None else f"{target}, the default"
     conditions = (
         (options.form != "recurrent", f"--form {options.form or 'parallel'}, which has no state: give --form recurrent"),
-        (IOS[target] < 18, f"--minimum-deployment-target {target}: give iOS18 or macOS15"),
+        (IOS[target] < 18, f"--minimum-deployment-target {asked}: give iOS18 or macOS15"),
         ("int8" in options.precisions_of("coreml"), "--precision int8: give fp16, fp32 or w8"),
         ("," in tokens, f"--tokens {tokens}, a list of lengths: give one number"),
         (batch is not None and not Extent.parse(batch, "--batch").fixed, f"--batch {batch}, a range: give one number"),
@@ -244,12 +245,12 @@ class _CoreML:
                 others = " or ".join(other for other in ("w8", "p8", "fp16") if other != self._precision)
                 raise GateError(
                     f"{self._precision} misses its gate of {self._gate_db:g} dB ({worst} {failed[worst].snr_db:.1f} dB), even "
-                    f"with FP16 weights in all that it is computed from; use --precision {others}"
+                    f"with float weights in all that it is computed from; use --precision {others}"
                 )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
             keep |= below
-        width = "with FP16 weights" if self._weights_only else "in FP32"
+        width = "with float weights" if self._weights_only else "in FP32"
         notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept {width}, for the gate"] if keep else []
         notes += [f"coreml {self._precision}: coremltools says: {text}" for text in packages.warnings]
         if ranges is not None:

@@ -20,7 +20,7 @@ def own_batch(subject: Subject) -> int:
 
 
 def shape_notes(options: ExportOptions, fixed: ExportOptions, subject: Subject) -> list[str]:
-    """What was fixed although no option said so, and which options say otherwise; empty where --tokens was given.
+    """What was fixed although no option said so, and which options say otherwise; empty where nothing was.
 
     Args:
         options: as asked for.
@@ -36,13 +36,15 @@ def shape_notes(options: ExportOptions, fixed: ExportOptions, subject: Subject) 
         for name, dims in axes.items()
     }
     names = set().union(*free.values())
+    own_number = options.batch is None and BATCH in names
     if options.tokens is not None or fixed.tokens is None or TOKENS not in names:
-        return []
+        text = f"coreml: fixed at a batch of {fixed.batch}; --batch N chooses another"
+        text += ", and a session takes any number, one part after the other" if options.form == "parallel" else ""
+        return [text] if own_number and not traced and options.form != "streamed" else []
     step = " a step" if options.form == "recurrent" else " (as in the example)"
     said = [_counted(int(fixed.tokens), "token") + step]
     if CONTEXT in names:
         said.append(f"a context of {axis_sizes(example, axes)[CONTEXT]}")
-    own_number = options.batch is None and BATCH in names
     if own_number:
         said.append(_counted(int(fixed.batch or 1), "sequence"))
     if traced:

@@ -100,7 +100,10 @@ def _import(module_name: str, option: str) -> ModuleType:
                 f"{option}: there is no module {error.name!r}, neither installed nor in {Path.cwd()}. Give "
                 "package.module:callable, or the file itself: path/to/file.py:callable"
             ) from error
-        raise InputError(f"{option}: {module_name} imports {error.name!r}, which is not installed") from error
+        raise InputError(
+            f"{option}: {module_name} imports {error.name!r}, which is neither installed nor in {Path.cwd()}; install it, or "
+            "run from the folder that holds it"
+        ) from error
     except InputError:
         raise
     except (Exception, SystemExit) as error:

@@ -105,17 +105,17 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         photos = classify_photos(session, paths)
         for row in photos:
             say(_describe(row))
-        test = measure(session, digits, options.batch)
+        test, runtime = measure(session, digits, options.batch), session.runtime
     say(
         f"{test['images']:,} held-out test images: accuracy {test['accuracy']:.2%} ({test['correct']} right); "
         f"{test['median_ms_per_image']:.3f} ms an image in batches of {test['batch']}, "
-        f"{test['median_ms_single_image']:.3f} ms alone (medians, {options.runtime})"
+        f"{test['median_ms_single_image']:.3f} ms alone (medians, {runtime})"
     )
     torch_imported = "torch" in sys.modules
     say(f"torch imported: {'yes' if torch_imported else 'no'}")
     return {
         "bundle": str(options.bundle),
-        "runtime": options.runtime,
+        "runtime": runtime,
         "torch_imported": torch_imported,
         "photos": [{key: value for key, value in row.items() if key != "view"} for row in photos],
         "test": test,
@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("images", type=Path, nargs="*", metavar="IMAGE", help="photos of digits (default: our own)")
     parser.add_argument("--batch", type=int, default=100, help="images a batch of the test (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="threads of the runtime (default: its own choice)")
-    parser.add_argument("--runtime", default="ort", help="which runtime runs the bundle (default: %(default)s)")
+    parser.add_argument("--runtime", help="which runtime runs the bundle (default: its artifact's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 

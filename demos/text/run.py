@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=400, help="bytes to generate")
     parser.add_argument("--temperature", type=float, default=0.6, help="0 takes the likeliest byte")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runtime", default="ort", help="which runtime runs the bundle (default: %(default)s)")
+    parser.add_argument("--runtime", help="which runtime runs the bundle (default: its artifact's)")
     options = parser.parse_args(argv)
     return exit_code(lambda: _run(options))
 

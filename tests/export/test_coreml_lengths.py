@@ -119,6 +119,7 @@ def _notes(model: torch.nn.Module, example: dict[str, torch.Tensor], **given: An
     return shape_notes(options, coreml_options(options, subject), subject)
 
 
+PARTS = ", and a session takes any number, one part after the other"
 LM = {"x": torch.zeros(1, 24, dtype=torch.int64)}
 MASKED = {"x": torch.zeros(1, 12, 8), "mask": torch.ones(1, 12)}
 
@@ -144,8 +145,9 @@ MASKED = {"x": torch.zeros(1, 12, 8), "mask": torch.ones(1, 12)}
             {"targets": ("onnx", "coreml"), "batch": 1},
             "fixed at 24 tokens (as in the example); --tokens N or MIN:OPT:MAX chooses others, for every target",
         ),
-        ({"tokens": 24}, None),
-        ({"tokens": "8:16:24"}, None),
+        ({"tokens": 24}, f"fixed at a batch of 1; --batch N chooses another{PARTS}"),
+        ({"tokens": "8:16:24", "batch": 1}, None),
+        ({"tokens": "1,24", "form": "recurrent"}, "fixed at a batch of 1; --batch N chooses another"),
         ({"form": "streamed"}, None),
     ],
 )
@@ -159,7 +161,9 @@ def test_a_mask_and_an_image_in_the_note() -> None:
         "12 tokens (as in the example) and 1 sequence; --tokens N, a list (64,256; from iOS18 on)" in _notes(encoder, MASKED)[0]
     )
     digits = pom_edge.load("demos/digits/model.pt")
-    assert _notes(digits, {"x": torch.zeros(1, 1, 28, 28)}) == []
+    assert _notes(digits, {"x": torch.zeros(1, 1, 28, 28)}) == [
+        f"coreml: fixed at a batch of 1; --batch N chooses another{PARTS}"
+    ]
 
 
 @pytest.mark.slow
