@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,8 @@ PROVIDERS = {"ort": PROVIDER, "ort-cuda": "CUDAExecutionProvider", "ort-trt": "T
 # Rewrites that cost time on the CPU (1.32, docs/performance.md): Add and LayerNormalization take an eighth of what the fused
 # operator takes; a sum over tokens takes twice what it and the Transpose before it take, once that is moved behind it.
 SLOW_REWRITES = ["SkipLayerNormFusion", "TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"]
+
+MAX_THREADS = 64  # on a machine of fewer cores: each takes memory, and 100,000 of them stop the machine
 
 __all__ = ["SLOW_REWRITES", "OnnxRuntimeSession", "native_session"]
 
@@ -76,8 +79,12 @@ def native_session(
     Raises:
         MissingExtraError: onnxruntime is not installed.
         MissingToolError: the wheel that is installed has no such provider.
-        InputError: the provider that runs is not the one asked for.
+        InputError: no number of threads, or the provider that runs is not the one asked for.
     """
+    cores = os.cpu_count() or 1
+    most = max(MAX_THREADS, cores)
+    if threads is not None and not 1 <= threads <= most:
+        raise InputError(f"threads is {threads:,}; expected 1 to {most}: this machine has {cores} cores")
     ort = _library(provider)
     options = ort.SessionOptions()
     options.enable_mem_pattern = False

@@ -96,6 +96,12 @@ def test_a_silent_change_of_provider_is_an_error(monkeypatch: pytest.MonkeyPatch
         native_session(str(path / "parallel.fp32.onnx"))
 
 
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_no_number_of_threads_stops_the_machine(path: Path, threads: int) -> None:
+    with pytest.raises(InputError, match=f"threads is {threads:,}; expected 1 to "):
+        open_session(path, threads=threads)
+
+
 def test_check_passes_and_reports(path: Path) -> None:
     report = check_bundle(path)
     content = report.to_dict()
