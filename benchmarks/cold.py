@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lockstep import arguments_of, machine, write_json
+from benchmarks.lockstep import arguments_of, machine, positive, writable, write_json
 
 GOALS = {"help": 0.5, "export": 30.0, "open": 1.0}
 OPEN = """
@@ -61,9 +61,9 @@ def timed(arguments: list[str], processor: list[float]) -> float:
 def main() -> None:
     """Print one line for each."""
     parser = arguments_of(__doc__)
-    parser.add_argument("--depth", type=int, default=12, help="blocks of the encoder")
-    parser.add_argument("--repeats", type=int, default=3, help="fresh processes for each")
-    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
+    parser.add_argument("--depth", type=positive, default=12, help="blocks of the encoder")
+    parser.add_argument("--repeats", type=positive, default=3, help="fresh processes for each")
+    parser.add_argument("--json", type=writable, help="also write the rows there")
     options = parser.parse_args()
     command = [sys.executable, "-c", "import pom_edge.cli; pom_edge.cli.export_main()"]
     used: dict[str, list[float]] = {"help": [], "export": []}

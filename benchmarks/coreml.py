@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.lockstep import arguments_of
+from benchmarks.lockstep import arguments_of, positive
 from pom_edge import load
 from pom_edge.bundle import Bundle
 from pom_edge.mixer import PoM
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("model", choices=[*DEMOS, "encoder"])
     parser.add_argument("--precision", action="append", help="may be given several times")
     parser.add_argument("--stateful", action="store_true", help="text: the state in the package")
-    parser.add_argument("--steps", type=int, default=0, help="text: length of a stream")
+    parser.add_argument("--steps", type=positive, default=0, help="text: length of a stream")
     asked = parser.parse_args()
     for precision in asked.precision or ["fp16"]:
         options: dict[str, Any] = {"precisions": (precision,), "overwrite": True}

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.lockstep import arguments_of
+from benchmarks.lockstep import arguments_of, writable
 from benchmarks.published_form import PublishedForm
 from pom_edge.errors import PomError
 from pom_edge.export.lowering import lower
@@ -152,7 +152,7 @@ def runtimes() -> list[str]:
 def main() -> None:
     """All tables, on stdout or in a file."""
     parser = arguments_of(__doc__)
-    parser.add_argument("--out", type=Path, help="also write the rows there")
+    parser.add_argument("--out", type=writable, help="also write the rows there")
     parser.add_argument("--dry-run", action="store_true", help="run every step on the CPU, at short lengths: proves the script")
     arguments = parser.parse_args()
     if arguments.dry_run:

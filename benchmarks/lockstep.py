@@ -23,16 +23,45 @@ from typing import Any
 
 import numpy as np
 
+from pom_edge.runtimes.timing import p90
+
 PAUSE_S = 0.02
 WARM_UPS = 3
 
-__all__ = ["Model", "Taken", "arguments_of", "check", "machine", "measure", "ratio", "rows", "spread", "write_json"]
+__all__ = [
+    "Model",
+    "Taken",
+    "arguments_of",
+    "check",
+    "machine",
+    "measure",
+    "positive",
+    "ratio",
+    "rows",
+    "spread",
+    "writable",
+    "write_json",
+]
 
 
 def arguments_of(document: str | None) -> argparse.ArgumentParser:
     """A command line that says what the benchmark is, and the default of every option."""
     description = (document or "").splitlines()[0]
     return argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+def positive(text: str) -> int:
+    """An argument of 1 or more."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def writable(text: str) -> Path:
+    """A file to write, known to have its folder before anything is measured."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
+    return Path(text)
 
 
 @dataclass(frozen=True)
@@ -162,7 +191,7 @@ def rows(found: Mapping[str, Taken], tokens: int, against: str) -> list[dict[str
                 "what": name,
                 "tokens": tokens,
                 "ms": round(taken.ms, 3),
-                "p90_ms": round(1e3 * sorted(taken.clock)[int(0.9 * (len(taken.clock) - 1))], 3),
+                "p90_ms": round(1e3 * p90(taken.clock), 3),
                 "best_ms": round(1e3 * min(taken.clock), 3),
                 "against": against,
                 "ratio": round(middle, 3),

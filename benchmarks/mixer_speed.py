@@ -21,7 +21,20 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from benchmarks.lockstep import Model, Taken, arguments_of, check, machine, measure, ratio, rows, spread, write_json
+from benchmarks.lockstep import (
+    Model,
+    Taken,
+    arguments_of,
+    check,
+    machine,
+    measure,
+    positive,
+    ratio,
+    rows,
+    spread,
+    writable,
+    write_json,
+)
 from benchmarks.published_form import PublishedForm
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS, export
 from pom_edge.export.forms import LayerModel
@@ -124,13 +137,13 @@ def main() -> None:
     """Print one table."""
     parser = arguments_of(__doc__)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192, 16384], help="lengths of the sequence"
+        "--tokens", type=positive, nargs="+", default=[64, 256, 1024, 4096, 8192, 16384], help="lengths of the sequence"
     )
-    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
-    parser.add_argument("--rounds", type=int, default=15, help="of one repeat; a quarter of them from 8,192 tokens on")
-    parser.add_argument("--repeats", type=int, default=3, help="with fresh processes")
+    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=positive, default=15, help="of one repeat; a quarter of them from 8,192 tokens on")
+    parser.add_argument("--repeats", type=positive, default=3, help="with fresh processes")
     parser.add_argument("--longest-attention", type=int, default=8192, help="not measured beyond; 0: not at all")
-    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
+    parser.add_argument("--json", type=writable, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
     threads = arguments.threads
     print(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.lockstep import Model, arguments_of, check, machine, measure, ratio, rows, write_json
+from benchmarks.lockstep import Model, arguments_of, check, machine, measure, positive, ratio, rows, writable, write_json
 from benchmarks.mixer_speed import mixers
 from benchmarks.published_form import published_encoder
 from benchmarks.published_vs_lowered import DIM, HEADS, export
@@ -78,11 +78,11 @@ def main() -> None:
     """Print one table for each length."""
     parser = arguments_of(__doc__)
     parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer", help="which")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths of the sequence")
-    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
-    parser.add_argument("--rounds", type=int, default=9, help="timed, after one that is not")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="lengths of the sequence")
+    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=positive, default=9, help="timed, after one that is not")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="runtimes")
-    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
+    parser.add_argument("--json", type=writable, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
     threads = arguments.threads
     print(f"{machine(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), CPU time")

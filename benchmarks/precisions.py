@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lockstep import arguments_of, machine, write_json
+from benchmarks.lockstep import arguments_of, machine, positive, writable, write_json
 from benchmarks.mixer_speed import mixers
 from benchmarks.peers import encoders
 from benchmarks.published_vs_lowered import DIM
@@ -25,12 +25,18 @@ def main() -> None:
     """Print one table."""
     parser = arguments_of(__doc__)
     parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer", help="which")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths of the sequence")
-    parser.add_argument("--precision", nargs="+", default=["fp32", "fp16", "int8", "w8"], help="precisions")
-    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
-    parser.add_argument("--rounds", type=int, default=9, help="timed, after one that is not")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="lengths of the sequence")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=["fp32", "fp16", "int8", "w8", "w4"],
+        default=["fp32", "fp16", "int8", "w8"],
+        help="precisions",
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=positive, default=9, help="timed, after one that is not")
     parser.add_argument("--bundle", type=Path, help="kept there, and taken from there if it exists")
-    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
+    parser.add_argument("--json", type=writable, help="also write the rows there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = options.bundle or Path(folder) / "model.pom"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lockstep import arguments_of, machine, write_json
+from benchmarks.lockstep import arguments_of, machine, positive, writable, write_json
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS
 from pom_edge import PoM, export_bundle
 from pom_edge.runtimes import open_session
@@ -126,14 +126,16 @@ def main() -> None:
     """Print the tables."""
     parser = arguments_of(__doc__)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768], help="lengths of the sequence"
+        "--tokens", type=positive, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768], help="lengths of the sequence"
     )
-    parser.add_argument("--last", type=int, default=1_000_000, help="last position of a decode step: 1,000, 10,000 ..")
-    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
-    parser.add_argument("--rounds", type=int, default=5, help="timed, after one that is not")
-    parser.add_argument("--plot", type=Path, help="draw both there, as SVG")
-    parser.add_argument("--json", type=Path, help="also write the rows there, for pom-edge report --peers")
+    parser.add_argument("--last", type=positive, default=1_000_000, help="last position of a decode step: 1,000, 10,000 ..")
+    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed, after one that is not")
+    parser.add_argument("--plot", type=writable, help="draw both there, as SVG")
+    parser.add_argument("--json", type=writable, help="also write the rows there")
     options = parser.parse_args()
+    if len(set(options.tokens)) < 2:
+        parser.error("--tokens needs two lengths or more: an exponent is a slope")
     print(f"{machine(options.threads)}, one mixer, d {DIM}, FP32; medians of {options.rounds} interleaved rounds")
     with tempfile.TemporaryDirectory() as folder:
         sessions: dict[str, Session] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from benchmarks.lockstep import Taken, arguments_of, machine, ratio
+from benchmarks.lockstep import Taken, arguments_of, machine, positive, ratio
 from benchmarks.peers import encoders
 from benchmarks.published_vs_lowered import DIM, export
 from pom_edge.export.lowering import lower
@@ -72,9 +72,9 @@ def bound(session: ort.InferenceSession, x: np.ndarray) -> Callable[[], Any]:
 def main() -> None:
     """Print one line for each variant."""
     parser = arguments_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the sequence")
-    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
-    parser.add_argument("--rounds", type=int, default=15, help="timed, after one that is not")
+    parser.add_argument("--tokens", type=positive, default=1024, help="length of the sequence")
+    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    parser.add_argument("--rounds", type=positive, default=15, help="timed, after one that is not")
     options = parser.parse_args()
     x = np.random.default_rng(0).standard_normal((1, options.tokens, DIM)).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:

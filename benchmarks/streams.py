@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from benchmarks.lockstep import arguments_of
+from benchmarks.lockstep import arguments_of, positive
 from pom_edge import ModelConfig, PoM, build_model, export_bundle, load, open_session
 from pom_edge.runtimes.session import Session
 
@@ -40,9 +40,9 @@ def main() -> None:
     """Print the tables."""
     parser = arguments_of(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="repeatable; default: all")
-    parser.add_argument("--tokens", type=int, help="of mixer (default 100000) and encoder (65536)")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="single tokens")
-    parser.add_argument("--chunk", type=int, default=1024, help="of encoder")
+    parser.add_argument("--tokens", type=positive, help="of mixer (default 100000) and encoder (65536)")
+    parser.add_argument("--steps", type=positive, default=1_000_000, help="single tokens")
+    parser.add_argument("--chunk", type=positive, default=1024, help="of encoder")
     parser.add_argument("--folder", type=Path, help="for bundles and spilled tokens (default: a temporary one)")
     options = parser.parse_args()
     parts = options.part or PARTS

@@ -290,7 +290,7 @@ class Splitter:
         if taken:
             raise InputError(
                 f"the model has an input or output {taken[0]!r}, and each pass of the streamed form has an input of that name "
-                "besides; rename it in the model's forward (to 'mask', say)"
+                "besides; rename it in the model's forward"
             )
         self.chunk = chunk
         last = max(self.levels[node] for _, node in self.results)

@@ -429,7 +429,7 @@ def bench_command(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
     rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = ROUNDS,
-    floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES: exit 1 where a row is below.")] = None,
+    floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES (FP32's time over the row's): exit 1 below.")] = None,
     runtime: Runtime = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -524,9 +524,9 @@ def _number(text: str, option: str, kind: Callable[[str], N]) -> N:
 
 def _floors(text: str | None) -> dict[str, float]:
     """snr=40,ratio=1 -> {"snr": 40.0, "ratio": 1.0}."""
-    pairs = [part.partition("=") for part in text.split(",")] if text else []
-    if not all(equals for _, equals, _ in pairs):
-        raise InputError(f"--floor is {text!r}; expected snr=DB, ratio=TIMES, or both with a comma")
+    pairs = [] if text is None else [part.partition("=") for part in text.split(",")]
+    if not all(equals for _, equals, _ in pairs) or len({name.strip() for name, _, _ in pairs}) < len(pairs):
+        raise InputError(f"--floor is {text!r}; expected snr=DB, ratio=TIMES, or both with a comma, each once")
     return {name.strip(): _number(value, f"--floor {name.strip()}", float) for name, _, value in pairs}
 
 

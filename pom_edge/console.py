@@ -308,6 +308,8 @@ def print_bench(report: BenchReport) -> None:
             "-" if row.snr_db is None else f"{row.snr_db:.1f} dB",
         )
     _console().print(table)
+    if any((row.gemm_share or 0) > 1 for row in report.rows):
+        print("over 100 % of the GEMM rate: products in INT8 or of small matrices, or a machine that was busy")
     print(", ".join(f"{key} {_inline(value)}" for key, value in report.machine.items()))
     for sentence in report.failed:
         print(f"below the floor: {sentence}")

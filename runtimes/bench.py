@@ -7,6 +7,7 @@ The bound beside a time is its matrix products at the rate of this processor, me
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,8 +23,8 @@ from pom_edge.errors import InputError
 from pom_edge.formula import evaluate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
 from pom_edge.runtimes.product import Product
-from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
-from pom_edge.runtimes.timing import timed
+from pom_edge.runtimes.session import RUNTIMES, Session, fitting_artifacts, open_session
+from pom_edge.runtimes.timing import p90, timed
 
 TOKENS = (256, 1024, 4096)
 ROUNDS, WARM_UPS = 15, 1
@@ -118,7 +119,11 @@ def bench(
     Raises:
         InputError: no artifact takes any of the lengths, or an unknown floor.
     """
+    if runtime not in RUNTIMES:
+        raise InputError(f"unknown runtime {runtime!r}; this version has {', '.join(RUNTIMES)}")
     unknown = sorted(set(floor or {}) - {"snr", "ratio"})
+    if any(math.isnan(least) for least in (floor or {}).values()):
+        raise InputError("--floor holds nan, below which nothing is; expected a number")
     if unknown or rounds < 1 or min(TOKENS if tokens is None else tokens, default=0) < 1 or batch < 1:
         raise InputError(
             f"--floor {', '.join(unknown)} is unknown; expected snr=DB, ratio=TIMES"
@@ -148,6 +153,8 @@ def bench(
                 arrays = _fitting(session, length, batch)
                 if arrays is not None:
                     inputs[file] = arrays
+            if not inputs:
+                continue
             step(f"time {len(inputs)} artifacts at {length} tokens")
             seconds, found = _rounds({file: sessions[file] for file in inputs}, inputs, rounds, processor)
             rates += found
@@ -161,7 +168,7 @@ def bench(
         usual = ", ".join(map(str, _default_lengths(session.artifact for session in sessions.values())))
         raise InputError(
             f"no artifact of {bundle.path.name} runs here with {', '.join(map(str, lengths))} tokens and batch {batch}; "
-            f"what it takes by itself: --tokens {usual}"
+            f"what it takes by itself: --tokens {usual}{'' if batch == 1 else ', and maybe no other --batch than 1'}"
         )
     gflops = round(statistics.median(rates) / 1e9, 1) if rates else None
     return BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}))
@@ -242,7 +249,7 @@ def _row(
         tokens,
         batch,
         round(1e3 * median, 3),
-        round(1e3 * sorted(taken)[int(0.9 * (len(taken) - 1))], 3),
+        round(1e3 * p90(taken), 3),
         peak,
         round(tokens * batch / median, 1),
         None if share is None else round(share, 3),
@@ -266,10 +273,12 @@ def gemm_operations(artifact: Artifact, tokens: int, batch: int) -> float | None
 
 def _missed(rows: list[BenchRow], floor: Mapping[str, float]) -> list[str]:
     failed = []
+    if "ratio" in floor and all(row.against_fp32 is None for row in rows):
+        failed.append("ratio: there is no FP32 artifact beside another one to compare with; export with --precision fp32 too")
     for row in rows:
         for name, value, least in (
             ("snr", row.snr_db, floor.get("snr")),
-            ("ratio", row.against_fp32, floor.get("ratio") if row.precision != "fp32" else None),
+            ("ratio", row.against_fp32, floor.get("ratio") if row.against_fp32 is not None else None),
         ):
             if least is not None and (value is None or value < least):
                 failed.append(f"{row.file} at {row.tokens} tokens: {name} {value}, the floor is {least:g}")

@@ -10,7 +10,9 @@ from pom_edge.report.peers import NAMES
 from pom_edge.system import human_bytes
 
 h = element
-LOOSE = "A run is faster than that here: INT8 products can be, or the machine was busy with something else."
+LOOSE = (
+    "A run is faster than that here: products in INT8 or of small matrices can be, or the machine was busy with something else."
+)
 
 __all__ = ["tell_latency", "tell_memory"]
 

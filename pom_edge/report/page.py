@@ -158,7 +158,7 @@ def _fastest(report: Report) -> Tile | None:
         return None
     longest = max(row.tokens for row in report.bench.rows)
     row = min((r for r in report.bench.rows if r.tokens == longest), key=lambda r: r.median_ms)
-    return "Fastest run here", f"{parts.ms(row.median_ms)}", f"{labels(report.artifacts)[row.file]}, {_run(report, row)}"
+    return "Fastest artifact here", f"{parts.ms(row.median_ms)}", f"{labels(report.artifacts)[row.file]}, {_run(report, row)}"
 
 
 def _smallest(report: Report) -> Tile | None:
@@ -168,7 +168,7 @@ def _smallest(report: Report) -> Tile | None:
     longest = max(row.tokens for row in rows)
     row = min((r for r in rows if r.tokens == longest), key=lambda r: r.peak_bytes or 0)
     said = f"{labels(report.artifacts)[row.file]}, {_run(report, row)}, whole process"
-    return "Least memory here", human_bytes(row.peak_bytes or 0), said
+    return "Least memory of an artifact", human_bytes(row.peak_bytes or 0), said
 
 
 def _run(report: Report, row: BenchRow) -> str:

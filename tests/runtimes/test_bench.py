@@ -16,6 +16,7 @@ from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import export_bundle
 from pom_edge.runtimes.bench import _default_lengths, bench, gemm_operations
+from pom_edge.runtimes.timing import p90
 from tests.bundles import make_bundle
 
 
@@ -56,6 +57,17 @@ def test_default_lengths_are_what_artifacts_take(tmp_path: Path) -> None:
     assert _default_lengths([image]) == [49] and _default_lengths([image, free]) == [49, 256, 1024, 4096]
     fixed = artifact.model_copy(update={"inputs": [TensorSpec(name="x", dtype="float32", shape=["batch", 12, 6])]})
     assert _default_lengths([fixed]) == [12]
+
+
+def test_p90_is_never_below_the_median() -> None:
+    assert [p90([3.0, 1.0][:n]) for n in (1, 2)] == [3.0, 3.0]
+    assert p90([float(n) for n in range(1, 11)]) == 9.0 and p90([float(n) for n in range(1, 16)]) == 14.0
+
+
+def test_a_ratio_needs_something_to_compare_with(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    report = bench(tmp_path / "a.pom", rounds=1, floor={"ratio": 0.5})
+    assert not report.passed and "no FP32 artifact beside another one" in report.failed[0]
 
 
 def test_floors(bundle: Path) -> None:
@@ -99,6 +111,10 @@ def test_operations_are_those_of_the_graphs_products(bundle: Path) -> None:
         (["--tokens", "ten"], "--tokens holds 'ten'"),
         (["--floor", "speed=2"], "--floor speed is unknown; expected snr=DB, ratio=TIMES"),
         (["--floor", "snr"], "--floor is 'snr'; expected"),
+        (["--floor", ""], "--floor is ''; expected"),
+        (["--floor", "snr=1,snr=2"], "each once"),
+        (["--floor", "snr=nan"], "below which nothing is"),
+        (["--runtime", "foo"], "unknown runtime 'foo'; this version has ort"),
         (["--floor", "snr=high"], "--floor snr holds 'high'"),
     ],
 )
