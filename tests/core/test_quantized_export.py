@@ -12,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pom_edge.building import Agreement, disagreement
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.cli import app
 from pom_edge.errors import GateError, InputError
@@ -233,17 +232,3 @@ def test_the_digits_through_the_command_line(tmp_path: Path) -> None:
     assert artifact["parity"]["metric"]["drop"] <= 0.5 and artifact["parity"]["metric"]["pytorch"] == 98.2
     facts = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "d.pom"), "--json"]).stdout)
     assert facts["artifacts"][0]["quantization"]["calibration"] == "the checkpoint's own samples"
-
-
-@pytest.mark.parametrize(
-    ("cases", "said"),
-    [
-        ([(36.9, 25.2), (140.0, 23.8)], ""),  # a long stream of the text demo, and a short one
-        ([(34.0, 25.2), (34.1, 23.8)], "y 34.1 dB in its best case; the gate is 40 dB"),  # a scale that is 2 % off
-        ([(27.0, 25.2), (140.0, 23.8)], "y 27.0 dB in a case where INT8 itself costs 25.2 dB"),
-        ([(41.0, 45.0)], ""),
-        ([(float("nan"), 25.0)], "y nan dB in its best case; the gate is 40 dB"),
-    ],
-)
-def test_values_between_two_integers_are_no_fault_of_a_conversion(cases: list[tuple[float, float]], said: str) -> None:
-    assert disagreement({"y": [Agreement(*each) for each in cases]}) == said
