@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pom_edge.building import Builder, UnlikeEagerError
 from pom_edge.bundle import Artifact, Bundle
 from pom_edge.cli import app
 from pom_edge.errors import GateError, InputError
@@ -114,6 +115,32 @@ def test_the_most_sensitive_layers_go_back_to_float(tmp_path: Path) -> None:
         export_bundle(
             _encoder(), precision="int8", calibration={"x": DATA}, example_inputs=EXAMPLE, snr_db=89, out=tmp_path / "n.pom"
         )
+    assert not (tmp_path / "n.pom").exists()
+
+
+def test_a_mixer_that_is_unlike_pytorchs_quantized_model_goes_back_to_float(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value between two integers is rounded the other way, until the mixer's layers are in float; or everywhere: an error."""
+    measured, unlike = Builder.hold_eager, {"blocks.1.mixer"}
+
+    def hold(self: Builder, exact: Any, eager: Any, what: str, gated: bool = True) -> float:
+        if unlike:
+            raise UnlikeEagerError(what, next(iter(unlike)), 36.9)
+        return measured(self, exact, eager, what, gated)
+
+    def step(text: str) -> None:
+        if "back to float: blocks.1.mixer is at 36.9 dB" in text:
+            unlike.clear()
+
+    monkeypatch.setattr(Builder, "hold_eager", hold)
+    options: dict[str, Any] = {"precision": "int8", "calibration": {"x": DATA}, "example_inputs": EXAMPLE}
+    report = export_bundle(_encoder(), **options, out=tmp_path / "m.pom", progress=step)
+    kept = _artifact(report.bundle, "int8").quantization["kept_float"]  # type: ignore[index]
+    assert kept and kept[-1].startswith("blocks.1.mixer."), "the one that is unlike, whatever costs more alone"
+    unlike.add("blocks.1.mixer")
+    with pytest.raises(GateError, match=r"not the quantized model of PyTorch: blocks.1.mixer 36.9 dB; the gate is 40 dB"):
+        export_bundle(_encoder(), **options, out=tmp_path / "n.pom")
     assert not (tmp_path / "n.pom").exists()
 
 
