@@ -273,13 +273,17 @@ def gemm_operations(artifact: Artifact, tokens: int, batch: int) -> float | None
 
 def _missed(rows: list[BenchRow], floor: Mapping[str, float]) -> list[str]:
     failed = []
-    if "ratio" in floor and all(row.against_fp32 is None for row in rows):
-        failed.append("ratio: there is no FP32 artifact beside another one to compare with; export with --precision fp32 too")
+    if "ratio" in floor and not any(row.precision != "fp32" for row in rows):
+        failed.append("ratio: nothing but FP32 was timed; export another precision too")
     for row in rows:
-        for name, value, least in (
-            ("snr", row.snr_db, floor.get("snr")),
-            ("ratio", row.against_fp32, floor.get("ratio") if row.against_fp32 is not None else None),
-        ):
-            if least is not None and (value is None or value < least):
-                failed.append(f"{row.file} at {row.tokens} tokens: {name} {value}, the floor is {least:g}")
+        where = f"{row.file} at {row.tokens} tokens"
+        if "snr" in floor and (row.snr_db is None or row.snr_db < floor["snr"]):
+            failed.append(f"{where}: snr {row.snr_db}, the floor is {floor['snr']:g}")
+        if "ratio" in floor and row.precision != "fp32":
+            if row.against_fp32 is None:
+                failed.append(
+                    f"{where}: ratio: there is no FP32 artifact of its form to compare with; export with --precision fp32 too"
+                )
+            elif row.against_fp32 < floor["ratio"]:
+                failed.append(f"{where}: ratio {row.against_fp32}, the floor is {floor['ratio']:g}")
     return failed

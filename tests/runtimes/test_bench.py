@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pom_edge.cli import app
 from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import export_bundle
-from pom_edge.runtimes.bench import _default_lengths, bench, gemm_operations
+from pom_edge.runtimes.bench import _default_lengths, _missed, bench, gemm_operations
 from pom_edge.runtimes.timing import p90
 from tests.bundles import make_bundle
 
@@ -64,10 +65,14 @@ def test_p90_is_never_below_the_median() -> None:
     assert p90([float(n) for n in range(1, 11)]) == 9.0 and p90([float(n) for n in range(1, 16)]) == 14.0
 
 
-def test_a_ratio_needs_something_to_compare_with(tmp_path: Path) -> None:
-    make_bundle(tmp_path / "a.pom")
-    report = bench(tmp_path / "a.pom", rounds=1, floor={"ratio": 0.5})
-    assert not report.passed and "no FP32 artifact beside another one" in report.failed[0]
+def test_a_ratio_needs_something_to_compare_with(bundle: Path) -> None:
+    rows = bench(bundle, [16], rounds=1).rows
+    full, half = (next(row for row in rows if row.precision == precision) for precision in ("fp32", "fp16"))
+    alone = dataclasses.replace(half, file="streamed.fp16", form="streamed", against_fp32=None)
+    assert _missed([full, half], {"ratio": 1e-6}) == []
+    assert "nothing but FP32" in _missed([full], {"ratio": 1e-6})[0]
+    (sentence,) = _missed([full, half, alone], {"ratio": 1e-6})
+    assert sentence.startswith("streamed.fp16 at 16 tokens: ratio: there is no FP32 artifact of its form")
 
 
 def test_floors(bundle: Path) -> None:
