@@ -344,7 +344,7 @@ def test_text_steps_with_state(stateful: bool, tmp_path: Path) -> None:
         ({"form": "recurrent", "tokens": "1:8:64"}, "has one length on Core ML"),
         (
             {"form": "recurrent", "stateful": True},
-            "does not go with --minimum-deployment-target iOS17: give iOS18 or macOS15. W",
+            "does not go with --minimum-deployment-target iOS17, the default: give iOS18 or macOS15. W",
         ),
         (
             {"stateful": True, "deployment_target": "macos15"},
