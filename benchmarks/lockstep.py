@@ -3,13 +3,15 @@
 In every round each model has its turn, after a pause in which the threads of the last one go to sleep: runs that wake its own,
 then the mean of runs for a tenth of a second (benchmarks/runners.py). Threads spin or sleep as the runtime has it by itself.
 Times are medians over the rounds, ratios medians of the ratios within a round: a busy machine disturbs all alike. Beside the
-clock stands the processor time of all threads together, which does not count what other programs took.
+clock stands the processor time of all threads together, which does not count what other programs took. Before and after every
+round it is measured how far apart the cores are (benchmarks/cores.py), for ratios differ by that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -23,15 +25,19 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cores import APART_NS, Cores
 from pom_edge.runtimes.timing import p90
 
 PAUSE_S = 0.02
 WARM_UPS = 3
+TOGETHER, APART, MOVED, UNKNOWN = "together", "apart", "moved", "unknown"
+FEWEST_ROUNDS = 3  # of one state of the cores, for figures of its own
 
 __all__ = [
     "Model",
     "Taken",
     "arguments_of",
+    "by_cores",
     "check",
     "machine",
     "measure",
@@ -78,11 +84,18 @@ class Taken:
 
     clock: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
+    cores: list[str] = field(default_factory=list)  # TOGETHER, APART, MOVED within the round, or UNKNOWN
 
     def __iadd__(self, other: Taken) -> Taken:
         self.clock += other.clock
         self.processor += other.processor
+        self.cores += other.cores
         return self
+
+    def where(self, cores: str) -> Taken:
+        """The rounds of one state of the cores."""
+        kept = [at for at, state in enumerate(self.cores) if state == cores]
+        return Taken([self.clock[at] for at in kept], [self.processor[at] for at in kept], [cores] * len(kept))
 
     @property
     def ms(self) -> float:
@@ -140,14 +153,30 @@ def _children(models: Mapping[str, Model], tokens: int, dim: int, threads: int) 
 def measure(models: Mapping[str, Model], tokens: int, dim: int, threads: int, rounds: int) -> dict[str, Taken]:
     """Every round, after some that do not count."""
     found = {name: Taken() for name in models}
-    with _children(models, tokens, dim, threads) as children:
-        for _ in range(rounds + WARM_UPS):
+    with _children(models, tokens, dim, threads) as children, Cores() as cores:
+        for number in range(rounds + WARM_UPS):
+            before, times = cores.round_trip_ns(), {}
             for name, child in children.items():
                 time.sleep(PAUSE_S)
-                clock, used = child.ask("run")
-                found[name].clock.append(float(clock))
-                found[name].processor.append(float(used))
-    return {name: Taken(taken.clock[WARM_UPS:], taken.processor[WARM_UPS:]) for name, taken in found.items()}
+                times[name] = [float(word) for word in child.ask("run")]
+            state = _state(before, cores.round_trip_ns())
+            for name, (clock, used) in times.items() if number >= WARM_UPS else ():
+                found[name] += Taken([clock], [used], [state])
+    return found
+
+
+def _state(before_ns: float, after_ns: float) -> str:
+    if math.isnan(before_ns):
+        return UNKNOWN
+    apart = before_ns >= APART_NS, after_ns >= APART_NS
+    return APART if all(apart) else MOVED if any(apart) else TOGETHER
+
+
+def by_cores(found: Mapping[str, Taken]) -> dict[str, dict[str, Taken]]:
+    """State of the cores -> the rounds in it; all rounds as "any" where no state has enough."""
+    states = next(iter(found.values())).cores
+    many = [state for state in (TOGETHER, APART, UNKNOWN) if states.count(state) >= FEWEST_ROUNDS]
+    return {state: {name: taken.where(state) for name, taken in found.items()} for state in many} or {"any": dict(found)}
 
 
 def check(models: Mapping[str, Model], tokens: int, dim: int, threads: int, folder: Path, least_db: float = 90) -> None:
@@ -183,7 +212,7 @@ def ratio(above: Taken, below: Taken) -> str:
 
 def rows(found: Mapping[str, Taken], tokens: int, against: str) -> list[dict[str, Any]]:
     """One row for each model, for --json; ``ratio`` is its time over that of ``against``."""
-    made = []
+    made, states = [], by_cores(found)
     for name, taken in found.items():
         middle, low, high = spread(taken.clock, found[against].clock)
         made.append(
@@ -197,9 +226,18 @@ def rows(found: Mapping[str, Taken], tokens: int, against: str) -> list[dict[str
                 "ratio": round(middle, 3),
                 "ratio_middle_half": [round(low, 3), round(high, 3)],
                 "processor_ratio": round(spread(taken.processor, found[against].processor)[0], 3),
+                "cores": {state: _in_state(part[name], part[against]) for state, part in states.items()},
             }
         )
     return made
+
+
+def _in_state(taken: Taken, against: Taken) -> dict[str, float]:
+    return {
+        "rounds": len(taken.clock),
+        "ms": round(taken.ms, 3),
+        "ratio": round(spread(taken.clock, against.clock)[0], 3),
+    }
 
 
 def machine(threads: int) -> dict[str, Any]:

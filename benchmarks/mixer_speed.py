@@ -25,6 +25,7 @@ from benchmarks.lockstep import (
     Model,
     Taken,
     arguments_of,
+    by_cores,
     check,
     machine,
     measure,
@@ -158,7 +159,10 @@ def main() -> None:
         longest = max((tokens for tokens in arguments.tokens if tokens <= arguments.longest_attention), default=0)
         if longest:
             compared["attention"] = next(iter(fused_attention(folder, longest, threads).values()))
-        print(f"{'N':>6} {'GEMM ms':>8} {'ours ms':>8} {'ours / GEMM':>24} {'published / ours':>24} {'attention / ours':>26}")
+        print(
+            f"{'N':>6} {'cores':>8} {'rounds':>6} {'GEMM ms':>8} {'ours ms':>8} {'ours / GEMM':>24} {'published / ours':>24} "
+            f"{'attention / ours':>26}"
+        )
         for tokens in arguments.tokens:
             rounds = arguments.rounds if tokens < 8192 else max(3, arguments.rounds // 4)
             running = {key: model for key, model in compared.items() if key != "attention" or tokens <= longest}
@@ -166,12 +170,13 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 for key, taken in measure(running, tokens, DIM, threads, rounds).items():
                     found[key] += taken
-            against = ratio(found["attention"], found["ours"]) if "attention" in found else "not measured"
-            print(
-                f"{tokens:6} {found['GEMM'].ms:8.2f} {found['ours'].ms:8.2f} {ratio(found['ours'], found['GEMM']):>24} "
-                f"{ratio(found['published'], found['ours']):>24} {against:>26}",
-                flush=True,
-            )
+            for cores, part in by_cores(found).items():
+                against = ratio(part["attention"], part["ours"]) if "attention" in part else "not measured"
+                print(
+                    f"{tokens:6} {cores:>8} {len(part['ours'].clock):6} {part['GEMM'].ms:8.2f} {part['ours'].ms:8.2f} "
+                    f"{ratio(part['ours'], part['GEMM']):>24} {ratio(part['published'], part['ours']):>24} {against:>26}",
+                    flush=True,
+                )
             made += rows(found, tokens, "ours")
             if "attention" in found:
                 ratios.append((tokens, spread(found["attention"].clock, found["ours"].clock)[0]))

@@ -19,7 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.lockstep import Model, arguments_of, check, machine, measure, positive, ratio, rows, writable, write_json
+from benchmarks.lockstep import (
+    Model,
+    arguments_of,
+    by_cores,
+    check,
+    machine,
+    measure,
+    positive,
+    ratio,
+    rows,
+    writable,
+    write_json,
+)
 from benchmarks.mixer_speed import mixers
 from benchmarks.published_form import published_encoder
 from benchmarks.published_vs_lowered import DIM, HEADS, export
@@ -94,9 +106,10 @@ def main() -> None:
             check(compared, tokens, DIM, threads, folder)
             found = measure(compared, tokens, DIM, threads, arguments.rounds)
         made += rows(found, tokens, "ours")
-        print(f"{arguments.model}, {tokens} tokens")
-        for row, (what, taken) in zip(made[-len(found) :], found.items(), strict=True):
-            print(f"  {what:28} {row['ms']:9.1f} ms   {ratio(taken, found['ours']):>26} of ours", flush=True)
+        for cores, part in by_cores(found).items():
+            print(f"{arguments.model}, {tokens} tokens, cores {cores} ({len(part['ours'].clock)} rounds)")
+            for what, taken in part.items():
+                print(f"  {what:28} {taken.ms:9.1f} ms   {ratio(taken, part['ours']):>26} of ours", flush=True)
     write_json(arguments.json, threads, made)
 
 

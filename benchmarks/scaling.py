@@ -5,7 +5,9 @@
 One mixer (d 384, degree 3, expand 2, 6 heads, FP32, 2 threads), ONNX Runtime: parallel (full context), causal (all tokens
 at once), recurrent (a stream in chunks of 1,024), streamed (full context in passes of 1,024). The exponent is the slope of log
 time over log N by least squares: 1 is linear, 2 what attention costs in the end. Decode: single steps at ever later positions,
-and the private memory of the process there. --plot needs matplotlib.
+and the private memory of the process there. --elsewhere: the parallel and the causal form also by PyTorch itself and, where
+it is installed (make peers), by OpenVINO from the same ONNX file; streams are driven by our own sessions, here ONNX Runtime's.
+--plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.lockstep import arguments_of, machine, positive, writable, write_json
+from benchmarks.lockstep import Model, arguments_of, check, machine, measure, positive, writable, write_json
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS
 from pom_edge import PoM, export_bundle
+from pom_edge.export.forms import LayerModel
 from pom_edge.runtimes import open_session
 from pom_edge.runtimes.session import Session
 from pom_edge.runtimes.timing import timed
@@ -75,6 +79,24 @@ def sequences(sessions: dict[str, Session], lengths: list[int], rounds: int) -> 
                 seconds[form].append(timed(run))
         for form, taken in seconds.items():
             points[form].append((tokens, statistics.median(taken[1:])))
+    return points
+
+
+def elsewhere(folder: Path, lengths: list[int], threads: int, rounds: int) -> dict[str, list[tuple[int, float]]]:
+    """The same for runtimes that have no session of ours, each in a process of its own; held against the ONNX file first."""
+    made: dict[str, Model] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
+    for form in ("parallel", "causal"):
+        onnx, module = folder / f"{form}.pom" / "parallel.fp32.onnx", folder / f"{form}.pickle"
+        torch.save(LayerModel(layer(), "causal" if form == "causal" else "none"), module)
+        alike = {"ONNX Runtime": Model("ort", onnx), "PyTorch": Model("eager", module)}
+        if find_spec("openvino") is not None:
+            alike["OpenVINO"] = Model("openvino", onnx)
+        check(alike, min(lengths), DIM, threads, folder)
+        made |= {f"{form}, {runtime}": model for runtime, model in alike.items() if runtime != "ONNX Runtime"}
+    for tokens in lengths:
+        for what, taken in measure(made, tokens, DIM, threads, rounds).items():
+            points.setdefault(what, []).append((tokens, taken.ms / 1e3))
     return points
 
 
@@ -131,6 +153,7 @@ def main() -> None:
     parser.add_argument("--last", type=positive, default=1_000_000, help="last position of a decode step: 1,000, 10,000 ..")
     parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
     parser.add_argument("--rounds", type=positive, default=5, help="timed, after one that is not")
+    parser.add_argument("--elsewhere", action="store_true", help="also by PyTorch and OpenVINO")
     parser.add_argument("--plot", type=writable, help="draw both there, as SVG")
     parser.add_argument("--json", type=writable, help="also write the rows there")
     options = parser.parse_args()
@@ -144,8 +167,10 @@ def main() -> None:
             sessions[form] = open_session(Path(folder) / f"{form}.pom", threads=options.threads)
         points = sequences(sessions, options.tokens, options.rounds)
         steps = decode(sessions["recurrent"], options.last)
+        if options.elsewhere:
+            points |= elsewhere(Path(folder), options.tokens, options.threads, options.rounds)
     for form, found in points.items():
-        print(f"{form:10} N^{exponent(found):.3f}   " + "  ".join(f"{n}: {1e3 * s:.1f} ms" for n, s in found))
+        print(f"{form:21} N^{exponent(found):.3f}   " + "  ".join(f"{n}: {1e3 * s:.1f} ms" for n, s in found))
     for position, seconds, memory in steps:
         print(f"decode at {position:>9,}: {1e3 * seconds:.4f} ms, {memory / 2**20:.1f} MiB private")
     made = [{"what": form, "tokens": n, "ms": 1e3 * s, "exponent": exponent(p)} for form, p in points.items() for n, s in p]
