@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lockstep import arguments_of, machine, positive, writable, write_json
+from benchmarks.lockstep import arguments_of, described, positive, writable, write_json
 
 GOALS = {"help": 0.5, "export": 30.0, "open": 1.0}
 OPEN = """
@@ -79,7 +79,7 @@ def main() -> None:
             used.setdefault("open", []).append(processor)
             for name, each in zip(("import", "open", "first"), seconds, strict=True):
                 found.setdefault(name, []).append(each)
-    print(f"{machine(0)}, encoder of {options.depth} blocks, d 384, 6 heads")
+    print(f"{described()}, encoder of {options.depth} blocks, d 384, 6 heads")
     made: list[dict[str, Any]] = []
     for what, taken in found.items():
         middle, goal = statistics.median(taken), GOALS.get(what)
@@ -88,7 +88,7 @@ def main() -> None:
         beside = "" if processor_s is None else f" (processors {processor_s:.3f} s)"
         print(f"{what:8} {middle:7.3f} s{beside}{verdict}")
         made.append({"what": what, "seconds": round(middle, 4), "processor_s": processor_s, "goal_s": goal})
-    write_json(options.json, 0, made)
+    write_json(options.json, None, made)
 
 
 if __name__ == "__main__":

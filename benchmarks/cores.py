@@ -97,6 +97,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=positive, default=60, help="how long")
     seconds = parser.parse_args().seconds
     with Cores() as cores:
+        if math.isnan(cores.round_trip_ns()):
+            parser.error("it takes two cores, and this process may use one, or the system does not say which")
         for second in range(seconds):
             taken = cores.round_trip_ns()
             print(f"{second:4} s  {taken:6.0f} ns  {'apart' if taken >= APART_NS else 'together'}", flush=True)

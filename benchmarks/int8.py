@@ -27,7 +27,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
-from benchmarks.lockstep import arguments_of, positive
+from benchmarks.lockstep import add_threads, arguments_of, positive
 from demos.digits import metric as digits_metric
 from demos.digits.images import load_digits, model_input
 from demos.text import metric as text_metric
@@ -152,7 +152,7 @@ def main() -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("--model", choices=("digits", "text", "encoder"), default="digits", help="which")
     parser.add_argument("--rounds", type=positive, default=15, help="timed, after one that is not")
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(arguments.threads)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -36,15 +37,19 @@ FEWEST_ROUNDS = 3  # of one state of the cores, for figures of its own
 __all__ = [
     "Model",
     "Taken",
+    "add_threads",
     "arguments_of",
     "by_cores",
     "check",
+    "described",
     "machine",
     "measure",
+    "not_negative",
     "positive",
     "ratio",
     "rows",
     "spread",
+    "usable_cores",
     "writable",
     "write_json",
 ]
@@ -63,11 +68,42 @@ def positive(text: str) -> int:
     return number
 
 
+def not_negative(text: str) -> int:
+    """An argument of 0 or more."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """``--threads``, no more than there are cores to run them: more would measure the system's scheduler."""
+    parser.add_argument("--threads", type=_threads, default="2", help="of each runtime")
+
+
+def _threads(text: str) -> int:
+    number, cores = positive(text), usable_cores()
+    if number > cores:
+        raise argparse.ArgumentTypeError(
+            f"{number} threads on {cores} core{'s' if cores > 1 else ''} that this process may use"
+        )
+    return number
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def writable(text: str) -> Path:
     """A file to write, known to have its folder before anything is measured."""
-    if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
-    return Path(text)
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; give a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
 
 
 @dataclass(frozen=True)
@@ -155,6 +191,8 @@ def measure(models: Mapping[str, Model], tokens: int, dim: int, threads: int, ro
     found = {name: Taken() for name in models}
     with _children(models, tokens, dim, threads) as children, Cores() as cores:
         for number in range(rounds + WARM_UPS):
+            if sys.stderr.isatty():
+                print(f"\r{tokens} tokens, round {number + 1} of {rounds + WARM_UPS} ", end="\r", file=sys.stderr, flush=True)
             before, times = cores.round_trip_ns(), {}
             for name, child in children.items():
                 time.sleep(PAUSE_S)
@@ -240,14 +278,20 @@ def _in_state(taken: Taken, against: Taken) -> dict[str, float]:
     }
 
 
-def machine(threads: int) -> dict[str, Any]:
+def described(threads: int | None = None) -> str:
+    """The machine in one line."""
+    return ", ".join(f"{name} {value}" for name, value in machine(threads).items())
+
+
+def machine(threads: int | None) -> dict[str, Any]:
     """Where it was measured."""
     from importlib.metadata import PackageNotFoundError, version
 
     facts: dict[str, Any] = {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version()}
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    facts |= {"cpu": names[0] if names else platform.processor(), "cores": len(names) or None, "threads": threads}
+    facts |= {"cpu": names[0] if names else platform.processor(), "cores": usable_cores()}
+    facts |= {} if threads is None else {"threads": threads}
     for package in ("onnxruntime", "torch", "openvino", "executorch"):
         try:
             facts[package] = version(package)
@@ -256,7 +300,8 @@ def machine(threads: int) -> dict[str, Any]:
     return facts
 
 
-def write_json(path: Path | None, threads: int, made: list[dict[str, Any]]) -> None:
-    """For ``pom-edge report --peers`` and for other programs."""
+def write_json(path: Path | None, threads: int | None, made: list[dict[str, Any]], **settings: Any) -> None:
+    """For ``pom-edge report --peers`` and for other programs; ``settings`` say what was measured, and how."""
     if path is not None:
-        path.write_text(json.dumps({"machine": machine(threads), "rows": made}, indent=2) + "\n")
+        content = {"machine": machine(threads), "settings": settings, "rows": made}
+        path.write_text(json.dumps(content, indent=2) + "\n")

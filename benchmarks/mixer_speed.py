@@ -24,11 +24,13 @@ from torch import nn
 from benchmarks.lockstep import (
     Model,
     Taken,
+    add_threads,
     arguments_of,
     by_cores,
     check,
-    machine,
+    described,
     measure,
+    not_negative,
     positive,
     ratio,
     rows,
@@ -131,7 +133,7 @@ def break_even(found: Iterable[tuple[int, float]]) -> str:
         if below <= 1 < above:
             share = -np.log(below) / (np.log(above) - np.log(below))
             return f"as long as attention at about {np.exp(np.log(low) + share * np.log(high / low)):.0f} tokens"
-    return "no break-even among these lengths: " + ("ours is faster at all" if points[0][1] > 1 else "attention is faster")
+    return "no break-even among these lengths: " + ("ours is faster at each" if points[0][1] > 1 else "attention is faster")
 
 
 def main() -> None:
@@ -140,16 +142,16 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=positive, nargs="+", default=[64, 256, 1024, 4096, 8192, 16384], help="lengths of the sequence"
     )
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=15, help="of one repeat; a quarter of them from 8,192 tokens on")
     parser.add_argument("--repeats", type=positive, default=3, help="with fresh processes")
-    parser.add_argument("--longest-attention", type=int, default=8192, help="not measured beyond; 0: not at all")
+    parser.add_argument("--longest-attention", type=not_negative, default=8192, help="not measured beyond; 0: not at all")
     parser.add_argument("--json", type=writable, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
     threads = arguments.threads
     print(
-        f"{machine(threads)}, d {DIM}, degree {DEGREE}, expand {EXPAND}, {HEADS} heads, FP32; medians of {arguments.repeats} "
-        "repeats; ratios: median (middle half of the rounds), that of processor time"
+        f"{described(threads)}\nd {DIM}, degree {DEGREE}, expand {EXPAND}, {HEADS} heads, FP32; repeats: {arguments.repeats}, "
+        f"rounds: {arguments.rounds}; ratios: median (middle half of the rounds), that of processor time"
     )
     made, ratios = [], []
     with tempfile.TemporaryDirectory() as name:
@@ -182,7 +184,8 @@ def main() -> None:
                 ratios.append((tokens, spread(found["attention"].clock, found["ours"].clock)[0]))
     if ratios:
         print(break_even(ratios))
-    write_json(arguments.json, threads, made)
+    settings = {"d": DIM, "degree": DEGREE, "expand": EXPAND, "heads": HEADS, "precision": "fp32"}
+    write_json(arguments.json, threads, made, **settings, rounds=arguments.rounds, repeats=arguments.repeats)
 
 
 if __name__ == "__main__":

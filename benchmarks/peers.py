@@ -21,10 +21,11 @@ from torch import nn
 
 from benchmarks.lockstep import (
     Model,
+    add_threads,
     arguments_of,
     by_cores,
     check,
-    machine,
+    described,
     measure,
     positive,
     ratio,
@@ -91,13 +92,15 @@ def main() -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("--model", choices=("mixer", "encoder"), default="mixer", help="which")
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="lengths of the sequence")
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=9, help="timed, after one that is not")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="runtimes")
     parser.add_argument("--json", type=writable, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
     threads = arguments.threads
-    print(f"{machine(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), CPU time")
+    print(
+        f"{described(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), CPU time"
+    )
     made: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
         with tempfile.TemporaryDirectory() as name:
@@ -110,7 +113,9 @@ def main() -> None:
             print(f"{arguments.model}, {tokens} tokens, cores {cores} ({len(part['ours'].clock)} rounds)")
             for what, taken in part.items():
                 print(f"  {what:28} {taken.ms:9.1f} ms   {ratio(taken, part['ours']):>26} of ours", flush=True)
-    write_json(arguments.json, threads, made)
+    write_json(
+        arguments.json, threads, made, model=arguments.model, d=DIM, heads=HEADS, precision="fp32", rounds=arguments.rounds
+    )
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lockstep import arguments_of, machine, positive, writable, write_json
+from benchmarks.lockstep import add_threads, arguments_of, described, positive, writable, write_json
 from benchmarks.mixer_speed import mixers
 from benchmarks.peers import encoders
 from benchmarks.published_vs_lowered import DIM
-from pom_edge import export_bundle
+from pom_edge import PomError, export_bundle
 from pom_edge.runtimes.bench import bench
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         default=["fp32", "fp16", "int8", "w8"],
         help="precisions",
     )
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=9, help="timed, after one that is not")
     parser.add_argument("--bundle", type=Path, help="kept there, and taken from there if it exists")
     parser.add_argument("--json", type=writable, help="also write the rows there")
@@ -45,8 +45,11 @@ def main() -> None:
             calibration = [{"x": torch.randn(4, 64, DIM)} for _ in range(8)]
             example = {"x": torch.randn(2, 64, DIM)}
             export_bundle(model, precision=options.precision, calibration=calibration, example_inputs=example, out=out)
-        report = bench(out, options.tokens, threads=options.threads, rounds=options.rounds)
-    print(f"{machine(options.threads)}, {options.model}; {report.gflops} GFLOP/s in GEMM")
+        try:
+            report = bench(out, options.tokens, threads=options.threads, rounds=options.rounds)
+        except PomError as error:
+            parser.error(str(error))
+    print(f"{described(options.threads)}, {options.model}; {report.gflops} GFLOP/s in GEMM")
     print(f"{'N':>6} {'precision':10} {'median ms':>10} {'p90':>8} {'FP32 / this':>12} {'SNR dB':>7} {'peak MiB':>9}")
     for row in report.rows:
         ratio = "" if row.against_fp32 is None else f"{row.against_fp32:.2f}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.lockstep import arguments_of, positive
+from benchmarks.lockstep import add_threads, arguments_of, positive
 from benchmarks.published_form import PublishedForm
 from pom_edge.export.forms import LayerModel
 from pom_edge.export.inputs import Extent, make_inputs, plan_axes
@@ -62,7 +62,7 @@ def main() -> None:
     """Print one table."""
     parser = arguments_of(__doc__)
     parser.add_argument("--tokens", type=positive, default=4096, help="length of the sequence")
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lockstep import Model, arguments_of, check, machine, measure, positive, writable, write_json
+from benchmarks.lockstep import Model, add_threads, arguments_of, check, described, measure, positive, writable, write_json
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS
 from pom_edge import PoM, export_bundle
 from pom_edge.export.forms import LayerModel
@@ -32,6 +32,7 @@ from pom_edge.runtimes.session import Session
 from pom_edge.runtimes.timing import timed
 
 CHUNK = 1024
+FIRST_STEP = 1000
 FORMS: dict[str, dict[str, Any]] = {
     "parallel": {},
     "causal": {"mask": "causal"},
@@ -103,9 +104,9 @@ def elsewhere(folder: Path, lengths: list[int], threads: int, rounds: int) -> di
 def decode(session: Session, last: int, repeats: int = 300) -> list[tuple[int, float, int]]:
     """(position, median seconds of a step, private bytes) at 1,000, 10,000 .. ``last`` tokens."""
     rng = np.random.default_rng(0)
-    chunk, token = (rng.standard_normal((1, size, DIM)).astype(np.float32) for size in (1000, 1))
+    chunk, token = (rng.standard_normal((1, size, DIM)).astype(np.float32) for size in (FIRST_STEP, 1))
     session.reset()
-    seen, found, wanted = 0, [], 1000
+    seen, found, wanted = 0, [], FIRST_STEP
     while wanted <= last:
         while seen < wanted:
             session.step(chunk)
@@ -151,7 +152,7 @@ def main() -> None:
         "--tokens", type=positive, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768], help="lengths of the sequence"
     )
     parser.add_argument("--last", type=positive, default=1_000_000, help="last position of a decode step: 1,000, 10,000 ..")
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=5, help="timed, after one that is not")
     parser.add_argument("--elsewhere", action="store_true", help="also by PyTorch and OpenVINO")
     parser.add_argument("--plot", type=writable, help="draw both there, as SVG")
@@ -159,7 +160,9 @@ def main() -> None:
     options = parser.parse_args()
     if len(set(options.tokens)) < 2:
         parser.error("--tokens needs two lengths or more: an exponent is a slope")
-    print(f"{machine(options.threads)}, one mixer, d {DIM}, FP32; medians of {options.rounds} interleaved rounds")
+    if options.last < FIRST_STEP:
+        parser.error(f"--last is {options.last}; the first step that is timed follows {FIRST_STEP:,} tokens")
+    print(f"{described(options.threads)}, one mixer, d {DIM}, FP32; medians of {options.rounds} interleaved rounds")
     with tempfile.TemporaryDirectory() as folder:
         sessions: dict[str, Session] = {}
         for form, settings in FORMS.items():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from benchmarks.lockstep import Taken, arguments_of, machine, positive, ratio
+from benchmarks.lockstep import Taken, add_threads, arguments_of, described, positive, ratio
 from benchmarks.peers import encoders
 from benchmarks.published_vs_lowered import DIM, export
 from pom_edge.export.lowering import lower
@@ -73,7 +73,7 @@ def main() -> None:
     """Print one line for each variant."""
     parser = arguments_of(__doc__)
     parser.add_argument("--tokens", type=positive, default=1024, help="length of the sequence")
-    parser.add_argument("--threads", type=positive, default=2, help="of each runtime")
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=15, help="timed, after one that is not")
     options = parser.parse_args()
     x = np.random.default_rng(0).standard_normal((1, options.tokens, DIM)).astype(np.float32)
@@ -96,7 +96,7 @@ def main() -> None:
             if number >= 2:
                 taken[name].clock.append(time.perf_counter() - start)
                 taken[name].processor.append(time.process_time() - used)
-    print(f"{machine(options.threads)}, 4-block encoder, N {options.tokens}; ratio to ours (middle half) processor time")
+    print(f"{described(options.threads)}, 4-block encoder, N {options.tokens}; ratio to ours (middle half) processor time")
     for name, each in taken.items():
         print(f"{name:30} {each.ms:8.2f} ms  {ratio(each, taken['ours'])}", flush=True)
 
