@@ -7,8 +7,8 @@ p8, p6, p4  W  ->  palette[index]           2^n values for each tensor, which on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
+import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -21,80 +21,66 @@ MIN_COMPRESSED = 512  # elements; coremltools' own 2048 leaves most of a small m
 BLOCK = 32
 PRODUCTS = ("linear", "matmul", "conv", "einsum")
 PARAMETER = "p_"  # how torch.export begins the name of one
+STORED = ("_quantized", "_palettized")  # what coremltools adds to the name of a weight that it stores as integers
 ROUNDS = 100  # of k-means; it ends earlier where nothing moves
 BINS = 64  # of the histogram from which it begins
 
 # numpy on a channel of zeros (a fresh bias), whose scale is 0: whatever integer comes out of 0 / 0 stands for 0
 OF_ZEROS = ("invalid value encountered in divide", "invalid value encountered in cast")
 
-__all__ = ["before", "compress", "palette"]
+__all__ = ["STORED", "compress", "palette", "weight_label", "weights_of"]
 
 
-def compress(package: Package, precision: str, keep: Collection[str] = ()) -> list[str]:
-    """Store the weights as integers.
+def compress(package: Package, precision: str, keep: Collection[str] = ()) -> Package:
+    """The package with its weights stored as integers.
 
     Args:
-        package: changed in place.
+        package: stays as it is.
         precision: see above.
-        keep: module paths whose weights stay as they are.
-
-    Returns:
-        Paths of all modules that have weights, as they run.
+        keep: names of weights, as in :func:`weights_of`, that stay floats.
     """
     with quiet_coremltools():
         import coremltools.optimize.coreml as cto
     with listen_to_coremltools() as said:
-        constants = cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED)
-        scopes = module_paths(package.model)
-        weights = {name: found for name, found in constants.items() if _is_weight(name, found)}
-        kept = {name for name, found in weights.items() if _is_kept(name, found, scopes, keep)}
-        floats = {name: None for name in constants if name not in weights or name in kept}
+        found = _constants(package)
+        floats = {name: None for name, each in found.items() if name in keep or not _is_weight(name, each)}
         chosen = cto.OptimizationConfig(global_config=_config(cto, precision), op_name_configs=floats)
         convert = cto.palettize_weights if precision.startswith("p") else cto.linear_quantize_weights
-        package.model = convert(package.model, config=chosen)
-    package.warnings += [text for text in said if text not in OF_ZEROS]
-    readers = {child.name for found in weights.values() for child in found.child_ops}
-    return list(dict.fromkeys(path for name, path in scopes.items() if name in readers))
+        model = convert(package.model, config=chosen)
+    return dataclasses.replace(
+        package, model=model, warnings=package.warnings + [text for text in said if text not in OF_ZEROS]
+    )
+
+
+def weights_of(package: Package) -> dict[str, str]:
+    """Name of each weight -> module path of what reads it first; of a package in floats.
+
+    A weight is a parameter, or an operand of a product; tables of rotary angles are neither. A conversion renames some
+    ("transpose_3"), so the name alone does not say whose a weight is.
+    """
+    with listen_to_coremltools():
+        found, scopes = _constants(package), module_paths(package.model)
+    return {
+        name: next((scopes[child.name] for child in each.child_ops if child.name in scopes), ".")
+        for name, each in found.items()
+        if _is_weight(name, each)
+    }
+
+
+def weight_label(name: str, path: str) -> str:
+    """A weight as people know it: module path and parameter, or what the conversion made of its name."""
+    short, own = name.removesuffix("_to_fp16"), f"_{coreml_name(path)}_"
+    return f"{path}.{short.rpartition(own)[2].removeprefix('lowered_')}" if own in short else f"{path} ({short})"
+
+
+def _constants(package: Package) -> dict[str, Any]:
+    with quiet_coremltools():
+        import coremltools.optimize.coreml as cto
+    return dict(cto.get_weights_metadata(package.model, weight_threshold=MIN_COMPRESSED))
 
 
 def _is_weight(name: str, found: Any) -> bool:
-    """Whether a constant is a weight: a parameter, or an operand of a product. Tables of rotary angles are neither."""
     return name.startswith(PARAMETER) or any(child.op_type in PRODUCTS for child in found.child_ops)
-
-
-def _is_kept(name: str, found: Any, scopes: Mapping[str, str], keep: Collection[str]) -> bool:
-    """Whether a constant is of one of these modules: by its own name, or, renamed by a conversion, by what reads it."""
-    paths = [scopes.get(child.name, "") for child in found.child_ops]
-    return any(f"_{coreml_name(path)}_" in name or any(within(own, path) for own in paths) for path in keep)
-
-
-def within(path: str, module: str) -> bool:
-    """Whether a module is another one or inside it."""
-    return f"{path}.".startswith(f"{module}.")
-
-
-def before(failed: Collection[str], modules: Sequence[str], mixers: Collection[str], keep: Collection[str]) -> set[str]:
-    """What else to keep where values miss their gate though their own weights are kept: the error comes from before them.
-
-    Args:
-        failed: paths of mixers; an output, which comes last, where none is.
-        modules: with weights, as they run.
-        mixers: all.
-        keep: what is kept already.
-
-    Returns:
-        What precedes every mixer (an embedding, whose error all of them see); then the modules between the first of these and
-        the mixer before it; then that mixer, and so on. Empty: all are kept.
-    """
-    last = len(modules) - 1
-    ends = [max((i for i, path in enumerate(modules) if within(path, name)), default=last) for name in failed]
-    left = [path for path in modules[: min(ends, default=last) + 1] if not any(within(path, name) for name in keep)]
-    own = [path for path in modules if any(within(path, mixer) for mixer in mixers)]
-    early = set(left).intersection(takewhile(lambda path: path not in own, modules))
-    if early or not left:
-        return early
-    nearest = reversed(modules[: modules.index(left[-1]) + 1])
-    return set(left).intersection(takewhile(lambda path: path not in own, nearest)) or {left[-1]}
 
 
 def _config(cto: Any, precision: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,13 +13,13 @@ from pom_edge.export.coreml_package import Islands as Islands
 from pom_edge.export.coreml_package import Package, convert, save_package
 from pom_edge.export.coreml_program import coreml_name
 from pom_edge.export.coreml_stateful import stateful_plan, trace_stateful
-from pom_edge.export.coreml_weights import compress
+from pom_edge.export.coreml_weights import compress, weights_of
 from pom_edge.export.forms import Plan
 from pom_edge.export.inputs import Extent
 from pom_edge.export.made import Made
 from pom_edge.export.onnx_graph import Traced
 from pom_edge.manifest import PALETTES
-from pom_edge.runtimes.coreml_session import EVALUATED, open_package
+from pom_edge.runtimes.coreml_session import EVALUATED, run_named
 from pom_edge.runtimes.mil_program import MilProgram
 from pom_edge.runtimes.stepping import NEXT, STATE, Execute, is_state
 
@@ -39,7 +40,6 @@ class Packages:
         target: minimum deployment target.
         traced: what to convert instead of the base's own programs (a quantized one).
         stateful: the recurrent form keeps its state in the package (iOS18), all but the count.
-        float_weights: weights alone: module paths whose weights stay FP16.
     """
 
     target = "coreml"
@@ -53,7 +53,6 @@ class Packages:
         islands: list[Islands] | None,
         target: str,
         traced: list[Traced] | None = None,
-        float_weights: Collection[str] = (),
         stateful: bool = False,
     ) -> None:
         self.base, self.precision, self.deployment = base, precision, target
@@ -65,15 +64,23 @@ class Packages:
             programs = [trace_stateful(base.plan)]
         each = [None] * len(programs) if islands is None else islands
         self.packages: list[Package] = [convert(t, kept, target) for t, kept in zip(programs, each, strict=True)]
-        self.weight_modules: list[str] = []  # weights alone: paths of all modules that have some, as they run
-        if precision in WEIGHTS_ONLY:
-            for package in self.packages:
-                self.weight_modules += [p for p in compress(package, precision, float_weights) if p not in self.weight_modules]
         if base.plan.form != "streamed":
             for spec in base.fields()["inputs"]:
                 self._flexible(spec)
         self._taps: list[dict[str, str]] = []
-        self._programs: list[MilProgram] = []
+        self.programs: list[MilProgram] = []
+        self._floats = self.packages
+        if precision in WEIGHTS_ONLY:
+            self.store()
+
+    def store(self, keep: Collection[str] | None = ()) -> None:
+        """Weights alone: as integers, but for these (see :attr:`weights`); None: all of them stay floats."""
+        self.packages = self._floats if keep is None else [compress(each, self.precision, keep) for each in self._floats]
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Name of each weight -> module path of what reads it first."""
+        return {name: path for package in self._floats for name, path in weights_of(package).items()}
 
     def _flexible(self, spec: TensorSpec) -> None:
         """What the package says of the shapes that an input may have, the shortest first."""
@@ -108,22 +115,24 @@ class Packages:
 
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[str]:
         """Write the packages; returns the paths of their files inside the folder."""
-        self._taps, self._programs = [], []
+        self._taps, self.programs = [], []
         metadata = {"description": f"{self.plan.form} form in {self.precision}, by pom-edge", **metadata}
         for file, package in zip(self.files(), self.packages, strict=True):
             (folder / file).parent.mkdir(exist_ok=True)
             self._taps.append(save_package(package, folder / file, metadata))
-            self._programs.append(MilProgram(folder / file))
+            self.programs.append(MilProgram(folder / file))
         paths = [path for file in self.files() for path in sorted((folder / file).rglob("*")) if path.is_file()]
         return [path.relative_to(folder).as_posix() for path in paths]
 
     def written(self, folder: Path) -> Execute:
         """Outputs and mixers by name, evaluated from the written packages."""
-        executes: list[Execute] = []
-        for file, package, taps in zip(self.files(), self.packages, self._taps, strict=True):
-            nexts = {_following(name): _following(name) for name in self._states}
-            executes.append(open_package(folder / file, package.outputs | taps | nexts))
-        return self.base.drive(executes)
+        return self.executing([MilProgram(folder / file) for file in self.files()])
+
+    def executing(self, programs: list[MilProgram]) -> Execute:
+        """The same of programs that are open."""
+        nexts = {_following(name): _following(name) for name in self._states}
+        wanted = [package.outputs | taps | nexts for package, taps in zip(self.packages, self._taps, strict=True)]
+        return self.base.drive([functools.partial(run_named, *each) for each in zip(programs, wanted, strict=True)])
 
     @property
     def warnings(self) -> list[str]:
@@ -133,26 +142,26 @@ class Packages:
     @property
     def nodes(self) -> int:
         """Operations in all packages, constants left out."""
-        return sum(sum(program.counts.values()) for program in self._programs)
+        return sum(sum(program.counts.values()) for program in self.programs)
 
     def operators(self) -> dict[str, int]:
         """How often each operator occurs."""
         total: Counter[str] = Counter()
-        for program in self._programs:
+        for program in self.programs:
             total += program.counts
         return dict(sorted(total.items()))
 
     @property
     def half_share(self) -> float:
         """Floating-point operations that compute in FP16, read back from the files."""
-        half = sum(program.half_operations for program in self._programs)
-        return round(half / (sum(program.float_operations for program in self._programs) or 1), 4)
+        half = sum(program.half_operations for program in self.programs)
+        return round(half / (sum(program.float_operations for program in self.programs) or 1), 4)
 
     def fields(self) -> dict[str, Any]:
         """What the manifest's artifact says."""
         fields = self.base.fields()
         counts: Counter[str] = Counter()
-        for program in self._programs:
+        for program in self.programs:
             counts += program.weight_dtypes
         total = sum(counts.values()) or 1
         names = {"fp32": "float", "fp16": "float16"}

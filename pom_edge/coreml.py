@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
 from pom_edge.coreml_shapes import own_batch
-from pom_edge.errors import GateError, InputError, MissingExtraError
+from pom_edge.errors import InputError, MissingExtraError
 from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
 from pom_edge.manifest import PALETTES
@@ -217,8 +217,6 @@ class _CoreML:
         self._weights_only = precision in ("w8", "w4", *PALETTES)
 
     def build(self) -> Built:
-        from pom_edge.export.coreml_weights import before
-
         keep: set[str] = set()
         form = quantization = exact = eager = None
         if self._precision == "int8":
@@ -228,30 +226,23 @@ class _CoreML:
         while True:
             islands = None
             if self._precision != "fp32":
-                islands, ranges = self._islands(set() if self._weights_only else keep)
-            packages, files, stage = self._convert(islands, None if form is None else form.made.traced_graphs, keep)
+                islands, ranges = self._islands(keep)
+            packages, files, stage = self._convert(islands, None if form is None else form.made.traced_graphs)
             failed = missed(stage, self._gate_db)
-            if not failed:
+            if not failed or self._weights_only:
                 break
             mixers = {name.split("#")[0] for name in stage if name not in self._builder.outputs}
             below = {name.split("#")[0] for name in failed} & mixers
             if not below:  # an output alone misses: the worst mixer is the likeliest cause
                 left = {name: stage[name].snr_db for name in stage if name.split("#")[0] in mixers - keep}
                 below = {min(left, key=lambda name: left[name]).split("#")[0]} if left else set()
-            if self._weights_only and below <= keep:
-                below = before(below, packages.weight_modules, self._made.mixers, keep)
-            if self._weights_only and not below - keep:
-                worst = min(failed, key=lambda name: failed[name].snr_db)
-                others = " or ".join(other for other in ("w8", "p8", "fp16") if other != self._precision)
-                raise GateError(
-                    f"{self._precision} misses its gate of {self._gate_db:g} dB ({worst} {failed[worst].snr_db:.1f} dB), even "
-                    f"with float weights in all that it is computed from; use --precision {others}"
-                )
             if self._precision == "fp32" or not below - keep:
                 hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
             keep |= below
-        width = "with float weights" if self._weights_only else "in FP32"
-        notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept {width}, for the gate"] if keep else []
+        notes = [f"coreml {self._precision}: {', '.join(sorted(keep))} kept in FP32, for the gate"] if keep else []
+        if failed:
+            kept, stage = self._with_floats(packages)
+            notes = [f"coreml {self._precision}: {', '.join(kept)} kept with float weights, for the gate"]
         notes += [f"coreml {self._precision}: coremltools says: {text}" for text in packages.warnings]
         if ranges is not None:
             ranges["half_share"] = packages.half_share
@@ -284,6 +275,27 @@ class _CoreML:
         run = packages.written(self._builder.folder)
         return held, self._builder.hold_eager(run, form.eager, "the package", gated=False)
 
+    def _with_floats(self, packages: Packages) -> tuple[list[str], Stage]:
+        """Some weights back to floats, for the gate, and written; which, and what was evaluated."""
+        from pom_edge.coreml_choice import Exchange, choose
+        from pom_edge.export.coreml_weights import weight_label
+
+        weights, scratch, integers = packages.weights, self._builder.scratch, packages.programs
+        packages.store(keep=None)
+        packages.save(scratch, {})
+        run = packages.executing(packages.programs)
+        self._builder.step(f"store each of {len(weights)} weights alone")
+        kept = choose(
+            Exchange(packages.programs, integers, weights),
+            lambda: against_graph(self._cases, packages.plan, run),
+            self._gate_db,
+            self._precision,
+        )
+        packages.store(kept)
+        _, stage = self._written(packages)
+        hold_stage("coreml", stage, self._gate_db, self._made.plan, self._builder.outputs)
+        return sorted(weight_label(name, weights[name]) for name in kept), stage
+
     def _islands(self, keep: set[str]) -> tuple[list[Islands], dict[str, Any]]:
         from pom_edge.export.packages import Islands
         from pom_edge.export.typed import typed
@@ -291,15 +303,14 @@ class _CoreML:
         made, ranges = typed(self._made, "fp16", self._builder.facts(), keep)
         return [Islands.of(graph, keep) for graph in made.graphs], ranges
 
-    def _convert(
-        self, islands: list[Islands] | None, traced: list[Traced] | None, keep: set[str]
-    ) -> tuple[Packages, list[str], Stage]:
+    def _convert(self, islands: list[Islands] | None, traced: list[Traced] | None) -> tuple[Packages, list[str], Stage]:
         from pom_edge.export.packages import Packages
 
-        step, kind = self._builder.step, f"Core ML in {self._precision}"
-        step(f"convert to {kind}")
-        floats = keep if self._weights_only else set()
-        packages = Packages(self._made, self._precision, islands, self._target, traced, floats, self._options.stateful)
+        self._builder.step(f"convert to Core ML in {self._precision}")
+        packages = Packages(self._made, self._precision, islands, self._target, traced, self._options.stateful)
+        return packages, *self._written(packages)
+
+    def _written(self, packages: Packages) -> tuple[list[str], Stage]:
         files = self._builder.write(packages)
-        step(f"evaluate {kind} beside PyTorch")
-        return packages, files, against_graph(self._cases, packages.plan, packages.written(self._builder.folder))
+        self._builder.step(f"evaluate Core ML in {self._precision} beside PyTorch")
+        return files, against_graph(self._cases, packages.plan, packages.written(self._builder.folder))

@@ -115,6 +115,10 @@ class MilProgram:
                         values.pop(name, None)
         return {name: np.asarray(self._value(value, values)) for name, value in wanted.items()}
 
+    def replace(self, name: str, array: np.ndarray) -> None:
+        """Give a constant other values of the same shape, for everything that reads it."""
+        self.constants[name][...] = array
+
     def _value(self, name: str, values: Mapping[str, Any]) -> Any:
         return self.constants[name] if name in self.constants else values[name]
 

@@ -216,7 +216,7 @@ def test_weights_as_integers(precision: str, target: str, fewest_db: float, enco
     for name in ("fp16", precision):
         package = convert(encoder.traced_graphs[0], Islands(), target)
         if name == precision:
-            compress(package, precision)
+            package = compress(package, precision)
         taps = save_package(package, tmp_path / f"{name}.mlpackage", {})
         sizes[name] = (tmp_path / f"{name}.mlpackage" / WEIGHTS / "weight.bin").stat().st_size
     example = {name: tensor.numpy() for name, tensor in encoder.plan.example.items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pom_edge.export import forms
-from pom_edge.export.coreml_weights import before, compress, palette
+from pom_edge.export.coreml_weights import compress, palette, weight_label, weights_of
 from pom_edge.export.inputs import Extent
 from pom_edge.export.onnx_graph import trace_graph
 from pom_edge.models import ModelConfig, build_model
@@ -39,7 +39,7 @@ def test_few_distinct_weights_are_exact(weight: np.ndarray) -> None:
     np.testing.assert_allclose(values[index].reshape(weight.shape), weight, rtol=0, atol=1e-12)
 
 
-def test_tables_are_no_weights_and_a_kept_mixer_keeps_all_of_its_own() -> None:
+def test_tables_are_no_weights_and_what_is_kept_stays_a_float() -> None:
     """The conversion transposes a matrix and gives it a name that says nothing of its mixer."""
     pytest.importorskip("coremltools", reason="needs pip install 'pom-edge[coreml]'")
     import coremltools.optimize.coreml as cto
@@ -50,27 +50,18 @@ def test_tables_are_no_weights_and_a_kept_mixer_keeps_all_of_its_own() -> None:
     model = build_model(ModelConfig(kind="lm", dim=32, depth=2, vocab_size=40, n_sel_heads=4, rotary="1d")).eval()
     plan = forms.recurrent(model, {"x": torch.zeros(1, 1, dtype=torch.int64)}, Extent(1, 1, 1), Extent(1, 1, 1))
     package = convert(trace_graph(plan.model, plan.mixers, plan.example, plan.axes, {}, plan.inside), Islands())
-    assert compress(package, "w8", {"blocks.1.mixer"}) == [
+    weights = weights_of(package)
+    assert list(dict.fromkeys(weights.values())) == [
         "embed", "blocks.0.mixer", "blocks.0.ff.0", "blocks.0.ff.2", "blocks.1.mixer", "blocks.1.ff.0", "blocks.1.ff.2", "."
     ]  # fmt: skip
-    (block,) = package.model.get_spec().mlProgram.functions["main"].block_specializations.values()
+    labels = {name: weight_label(name, path) for name, path in weights.items()}
+    kept = [name for name, label in labels.items() if label.startswith("blocks.1.mixer")]
+    assert {labels[name].partition(" (transpose")[0] for name in kept} == {"blocks.1.mixer", "blocks.1.mixer.po_weight"}
+    stored = compress(package, "w8", kept)
+    (block,) = stored.model.get_spec().mlProgram.functions["main"].block_specializations.values()
     floats = {value.name for operation in block.operations if operation.type == "const" for value in operation.outputs}
-    large = cto.get_weights_metadata(package.model, weight_threshold=512)  # the integers too
+    large = cto.get_weights_metadata(stored.model, weight_threshold=512)  # the integers too
     kinds = Counter("table" if "pom_angles" in name else large[name].val.shape for name in floats & set(large))
     assert kinds.pop("table") > 0
     assert kinds == {(64, 32): 1, (32, 64): 1}, "projection and aggregation of the second mixer, and nothing else"
-
-
-@pytest.mark.parametrize(
-    ("failed", "keep", "expected"),
-    [
-        ({"1.mixer", "2.mixer"}, {"1.mixer", "2.mixer"}, {"embed"}),
-        ({"1.mixer"}, {"1.mixer", "embed"}, {"0.ff.0", "0.ff.2"}),
-        ({"1.mixer"}, {"1.mixer", "embed", "0.ff.0", "0.ff.2"}, {"0.mixer"}),
-        ({"1.mixer"}, {"1.mixer", "embed", "0"}, set()),
-        (set(), {"0.mixer", "1.mixer", "2.mixer", "embed"}, {"head", "2.ff.0"}),
-    ],
-)
-def test_an_error_comes_from_what_is_before_it(failed: set[str], keep: set[str], expected: set[str]) -> None:
-    modules = ["embed", "0.mixer", "0.ff.0", "0.ff.2", "1.mixer", "2.mixer", "2.ff.0", "head"]
-    assert before(failed, modules, ["0.mixer", "1.mixer", "2.mixer"], keep) == expected
+    assert weights_of(package) == weights, "the package in floats is as it was"
