@@ -78,7 +78,7 @@ def read_calibration(subject: Subject, options: ExportOptions) -> tuple[Calibrat
     Raises:
         InputError: INT8 is asked for and there is none, or it does not fit the model.
     """
-    if "int8" not in options.precisions:
+    if not options.calibrated:
         return None
     from pom_edge.export.inputs import Extent, plan_axes
     from pom_edge.quantize import load_calibration
@@ -328,8 +328,7 @@ class Builder:
         """As :meth:`quantized`, before the form is made."""
         quantizer = self._calibrated()
         assert self._calibration is not None
-        self._step("quantize each layer alone")
-        alone = quantizer.sensitivity(self._cases[0])
+        alone = quantizer.sensitivity(self._cases[0], self._step)
         return quantizer, self._calibration[0], alone, self._fall_back(quantizer, alone)
 
     def quantization(self, form: QuantizedForm, data: Calibration, alone: dict[str, float], kept: list[str]) -> dict[str, Any]:
@@ -428,9 +427,8 @@ class Builder:
             if not missed(stage, gate_db):
                 break
             if not alone:
-                self._step("store each weight alone")
                 with tempfile.TemporaryDirectory() as scratch:
-                    alone = store.sensitivity(Path(scratch), self._cases[0])
+                    alone = store.sensitivity(Path(scratch), self._cases[0], self._step)
             wider = store.more_bits(other, alone)
             if wider is None:
                 hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)

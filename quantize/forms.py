@@ -10,7 +10,7 @@ The trials run in PyTorch with INT8's rounding; the graphs are made once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -33,6 +33,7 @@ from pom_edge.runtimes.parity import measure, worst
 from pom_edge.runtimes.stepping import Execute
 
 SAMPLES_AT_ONCE = 16
+Step = Callable[[str], None]
 
 __all__ = ["FormQuantizer", "QuantizedForm", "WeightStore"]
 
@@ -109,13 +110,13 @@ class FormQuantizer:
                 stack.enter_context(prepared.quantizing(paths))
             yield self._drive
 
-    def sensitivity(self, case: Case) -> dict[str, float]:
-        """The SNR (dB) of the form's outputs when one layer alone is INT8, for each layer."""
+    def sensitivity(self, case: Case, step: Step) -> dict[str, float]:
+        """The SNR (dB) of the form's outputs when one layer alone is INT8, for each layer; ``step`` is told how far it is."""
         truth = self.run(case, [])
         names = list(case.outputs)
         return {
             path: round(worst([measure(truth[n], found[n]) for n in names]).snr_db, 2)
-            for path in self.layers
+            for path in _counted(self.layers, step, "quantize each layer alone: layer")
             for found in [self.run(case, [path])]
         }
 
@@ -184,12 +185,12 @@ class WeightStore:
             raise failure
         return self._base.typed(graphs, self._precision, self._base.precision), list(entries.values())
 
-    def sensitivity(self, folder: Path, case: Case) -> dict[str, float]:
+    def sensitivity(self, folder: Path, case: Case, step: Step) -> dict[str, float]:
         """The SNR (dB) of the form's outputs and mixers, the worst, when one weight alone is stored as integers."""
         names = [entry.name for entry in self.entries]
         truth = self._run(self._base, folder, case)
         found = {}
-        for name in names:
+        for name in _counted(names, step, "store each weight alone: weight"):
             made, _ = self.store({other: 32 for other in names if other != name})
             values = self._run(made, folder, case)
             found[name] = round(min(measure(truth[key], values[key]).snr_db for key in truth), 2)
@@ -208,6 +209,15 @@ class WeightStore:
         # an 8-bit weight costs a sixteenth of the error of a 4-bit one, 24 dB: those come later
         worst_one = min(left, key=lambda name: alone[name] + (24 if bits[name] == 8 and self._bits == 4 else 0))
         return {**other, worst_one: 8 if bits[worst_one] == 4 else 32}
+
+
+def _counted(names: list[str], step: Step, what: str) -> Iterator[str]:
+    """The names, one after the other, while ``step`` is told about each tenth which one it is: ``what 7 of 43``."""
+    every = max(1, len(names) // 10)
+    for index, name in enumerate(names):
+        if index % every == 0:
+            step(f"{what} {index + 1} of {len(names)}")
+        yield name
 
 
 def _prepared(traced: Traced, options: Options) -> Prepared | None:

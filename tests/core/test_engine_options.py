@@ -33,7 +33,7 @@ REFUSED = (
     (("onnx", "coreml"), {"refit": True}, "--refit is for --target trt or rtx"),
     (("onnx",), {"deployment_target": "iOS18"}, "--minimum-deployment-target is for --target coreml"),
     (("onnx",), {"deployment_target": "iOS17"}, "--minimum-deployment-target is for --target coreml"),  # the default, too
-    (("onnx",), {"observer": "mse"}, "--observer and --int8-weights are for --precision int8"),
+    (("onnx",), {"observer": "mse"}, "--observer is for --precision int8: leave it out"),
 )
 
 
