@@ -277,10 +277,8 @@ class _CoreML:
             ranges["half_share"] = packages.half_share
         stages = dict(self._builder.stages)
         if form is not None:
-            notes += [f"coreml {self._precision}: {text}" for text in (*data.warnings, *form.warnings)]
-            notes += (
-                [f"coreml {self._precision}: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
-            )
+            notes += [f"coreml w8a8: {text}" for text in (*data.warnings, *form.warnings)]
+            notes += [f"coreml w8a8: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
             notes.append(SLOW_INT8 if "quantize" in packages.operators() else ONE_ROW)
             stages["eager"] = against(self._cases, self._made.plan, form.eager)
             exact, eager = self._beside_eager(packages, form)
