@@ -35,7 +35,7 @@ class Packages:
 
     Args:
         base: in FP32, of the same shapes.
-        precision: ``"fp32"``, ``"fp16"``, ``"int8"``, or one of :data:`WEIGHTS_ONLY`.
+        precision: ``"fp32"``, ``"fp16"``, ``"w8a8"``, or one of :data:`WEIGHTS_ONLY`.
         islands: what stays in FP32 in each graph; None: all of it.
         target: minimum deployment target.
         traced: what to convert instead of the base's own programs (a quantized one).

@@ -29,6 +29,7 @@ from pom_edge.gates import (
     torch_points,
 )
 from pom_edge.metric import Metric
+from pom_edge.progress import Step
 from pom_edge.runtimes.parity import GATES_DB, Arrays, measure
 from pom_edge.runtimes.timing import timed
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from pom_edge.runtimes.stepping import Execute
     from pom_edge.subject import Subject
 
-Step = Callable[[str], None]
 HALVES = ("fp16", "bf16")
 NO_DATA = (
     "INT8 needs calibration data: inputs as they are in use, a hundred samples or so, and the checkpoint carries none. Save "
@@ -78,7 +78,7 @@ def read_calibration(subject: Subject, options: ExportOptions) -> tuple[Calibrat
     Raises:
         InputError: INT8 is asked for and there is none, or it does not fit the model.
     """
-    if "int8" not in options.precisions:
+    if not options.calibrated:
         return None
     from pom_edge.export.inputs import Extent, plan_axes
     from pom_edge.quantize import load_calibration
@@ -328,8 +328,7 @@ class Builder:
         """As :meth:`quantized`, before the form is made."""
         quantizer = self._calibrated()
         assert self._calibration is not None
-        self._step("quantize each layer alone")
-        alone = quantizer.sensitivity(self._cases[0])
+        alone = quantizer.sensitivity(self._cases[0], self._step)
         return quantizer, self._calibration[0], alone, self._fall_back(quantizer, alone)
 
     def quantization(self, form: QuantizedForm, data: Calibration, alone: dict[str, float], kept: list[str]) -> dict[str, Any]:
@@ -428,9 +427,8 @@ class Builder:
             if not missed(stage, gate_db):
                 break
             if not alone:
-                self._step("store each weight alone")
                 with tempfile.TemporaryDirectory() as scratch:
-                    alone = store.sensitivity(Path(scratch), self._cases[0])
+                    alone = store.sensitivity(Path(scratch), self._cases[0], self._step)
             wider = store.more_bits(other, alone)
             if wider is None:
                 hold_stage("quantized", stage, gate_db, self._made.plan, self._outputs)

@@ -160,7 +160,8 @@ def export_command(
     precision: Annotated[
         list[str] | None,
         typer.Option(
-            help="fp32, fp16, bf16, int8, w8, w4; coreml: p8, p6, p4 (repeatable).  [default: onnx fp32, others fp16]"
+            help="fp32, fp16, bf16, int8, w8, w4; coreml: p8, p6, p4, w8a8 (its int8 is w8) (repeatable).  "
+            "[default: onnx fp32, others fp16]"
         ),
     ] = None,
     form: Annotated[
@@ -185,7 +186,8 @@ def export_command(
     metric: Annotated[str | None, typer.Option(help="module:function(run) -> points of the task, compared too.")] = None,
     max_drop: Annotated[float | None, typer.Option(help="Points that the metric may lose.  [default: 0.5]")] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="INT8: FILE, folder, module:callable, or golden (the checkpoint's samples).")
+        str | None,
+        typer.Option(help="INT8 (coreml: w8a8): FILE, folder, module:callable, or golden (the checkpoint's samples)."),
     ] = None,
     observer: Annotated[str, typer.Option(help="INT8 ranges: minmax, percentile or mse.")] = "percentile",
     int8_weights: Annotated[str, typer.Option(help="8bit, or 7bit for x86 without VNNI at full speed.")] = "8bit",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from pom_edge.export.engine_process import build_in_process
 from pom_edge.export.tensorrt_engine import EngineJob
 from pom_edge.extent import Extent
 from pom_edge.jetson import find_jetson, known_bad
+from pom_edge.progress import Step
 from pom_edge.runtimes.cuda_device import find_gpus
 from pom_edge.runtimes.cuda_memory import cuda_missing
 from pom_edge.runtimes.tensorrt_library import MODULES, short_version
@@ -39,7 +40,6 @@ MISSING = {
     "rtx": "TensorRT-RTX is not installed here",
 }
 INSTALL = {"trt": "", "rtx": "pip install 'pom-edge[rtx]' && "}
-Step = Callable[[str], None]
 
 __all__ = ["COMPILED", "Compiled", "EngineOptions", "compile_bundle"]
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pom_edge.building import Builder, Built
 from pom_edge.coreml_shapes import own_batch
-from pom_edge.errors import InputError, MissingExtraError
+from pom_edge.errors import BrokenExtraError, InputError, MissingExtraError
 from pom_edge.extent import Extent
 from pom_edge.gates import Stage, against, against_graph, hold_stage, missed
 from pom_edge.manifest import PALETTES
-from pom_edge.runtimes.coreml_library import OLDEST_TORCH, TESTED_TORCH
+from pom_edge.progress import Step
+from pom_edge.runtimes.coreml_library import OLDEST_TORCH, TESTED_TORCH, load_coremltools
 from pom_edge.runtimes.coreml_session import EVALUATED
 
 if TYPE_CHECKING:
@@ -31,13 +32,17 @@ DEFAULT_TARGET = "iOS17"  # the oldest with INT8 activations
 MAX_LISTED = 128  # enumerated shapes of a model (Apple's documentation)
 IOS = {"iOS16": 16, "iOS17": 17, "iOS18": 18, "macOS13": 16, "macOS14": 17, "macOS15": 18}
 SLOW_INT8 = (
-    "coreml int8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it "
+    "coreml w8a8: activations in INT8 have run many times slower than floats on some devices (coremltools#2410); time it "
     "beside --precision w8"
 )
-ONE_ROW = "coreml int8: no activation is INT8, for a product of one row gains nothing by it: weights alone are, as in w8"
+ONE_ROW = "coreml w8a8: no activation is INT8, for a product of one row gains nothing by it: weights alone are, as in w8"
+WEIGHTS_ALONE = (
+    "coreml: --precision int8 is w8 here, weights alone with a scale for each channel; --precision w8a8 quantizes the "
+    "activations too (from iOS17)"
+)
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
-__all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
+__all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml", "precision_notes"]
 
 
 def known_target(options: ExportOptions) -> str:
@@ -62,7 +67,7 @@ def check_coreml(options: ExportOptions) -> None:
     ios, precisions = IOS[known_target(options)], options.precisions_of("coreml")
     if "bf16" in precisions:
         raise InputError("Core ML has no BF16; use --precision fp16, its own default, or fp32")
-    for precision, oldest in (("int8", 17), ("w4", 18)):
+    for precision, oldest in (("w8a8", 17), ("w4", 18)):
         if precision in precisions and ios < oldest:
             raise InputError(
                 f"--precision {precision} needs iOS{oldest} or macOS{oldest - 3} on Core ML; give --minimum-deployment-target "
@@ -90,7 +95,7 @@ def _against_stateful(options: ExportOptions) -> list[str]:
     conditions = (
         (options.form != "recurrent", f"--form {options.form or 'parallel'}, which has no state: give --form recurrent"),
         (IOS[target] < 18, f"--minimum-deployment-target {asked}: give iOS18 or macOS15"),
-        ("int8" in options.precisions_of("coreml"), "--precision int8: give fp16, fp32 or w8"),
+        ("w8a8" in options.precisions_of("coreml"), "--precision w8a8: give fp16, fp32 or w8"),
         ("," in tokens, f"--tokens {tokens}, a list of lengths: give one number"),
         (batch is not None and not Extent.parse(batch, "--batch").fixed, f"--batch {batch}, a range: give one number"),
     )
@@ -117,17 +122,32 @@ def _check_lengths(options: ExportOptions) -> None:
         raise InputError(f"--tokens is {text!r}; only --target coreml takes a list of lengths: export it alone, or give N")
 
 
-def missing_coreml(options: ExportOptions, out: Path) -> list[dict[str, str]]:
-    """What the report says where coremltools is not installed.
+def missing_coreml(options: ExportOptions, out: Path, step: Step) -> list[dict[str, str]]:
+    """What the report says where coremltools is not installed, or cannot be imported.
 
     Raises:
         MissingExtraError: nothing else was asked for.
     """
-    if "coreml" not in options.targets or find_spec("coremltools") is not None:
+    if "coreml" not in options.targets:
         return []
-    if set(options.targets) == {"coreml"}:
-        raise MissingExtraError(f"coremltools is not installed, and --target coreml needs it. Run: {INSTALL}")
-    return [{"target": "coreml", "reason": "coremltools is not installed", "run": f"{INSTALL}, then export {out.name} again"}]
+    alone, again = set(options.targets) == {"coreml"}, f"then export {out.name} again"
+    if find_spec("coremltools") is None:
+        if alone:
+            raise MissingExtraError(f"coremltools is not installed, and --target coreml needs it. Run: {INSTALL}")
+        return [{"target": "coreml", "reason": "coremltools is not installed", "run": f"{INSTALL}, {again}"}]
+    step("load coremltools")  # here, so that a broken one is told before minutes of work
+    try:
+        load_coremltools()
+    except BrokenExtraError as error:
+        if alone:
+            raise
+        return [{"target": "coreml", "reason": error.reason, "run": f"{error.install}, {again}"}]
+    return []
+
+
+def precision_notes(options: ExportOptions) -> list[str]:
+    """What a precision that was asked for is on Core ML, where that is not what it is elsewhere."""
+    return [WEIGHTS_ALONE] if "int8" in options.precisions else []
 
 
 def check_torch() -> list[str]:
@@ -219,7 +239,7 @@ class _CoreML:
     def build(self) -> Built:
         keep: set[str] = set()
         form = quantization = exact = eager = None
-        if self._precision == "int8":
+        if self._precision == "w8a8":
             form, data, alone, floats = self._builder.quantized()
             quantization = self._builder.quantization(form, data, alone, floats)
         ranges: dict[str, Any] | None = None
@@ -248,8 +268,8 @@ class _CoreML:
             ranges["half_share"] = packages.half_share
         stages = dict(self._builder.stages)
         if form is not None:
-            notes += [f"coreml int8: {text}" for text in (*data.warnings, *form.warnings)]
-            notes += [f"coreml int8: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
+            notes += [f"coreml w8a8: {text}" for text in (*data.warnings, *form.warnings)]
+            notes += [f"coreml w8a8: {', '.join(floats)} kept in float, so that every gate holds"] if floats else []
             notes.append(SLOW_INT8 if "quantize" in packages.operators() else ONE_ROW)
             stages["eager"] = against(self._cases, self._made.plan, form.eager)
             exact, eager = self._beside_eager(packages, form)
@@ -268,8 +288,8 @@ class _CoreML:
         from pom_edge.export.packages import Packages
 
         step, scratch = self._builder.step, self._builder.scratch
-        step("convert to Core ML in int8 and FP32, and compare with the quantized model")
-        exact = Packages(self._made, "int8", None, self._target, form.made.traced_graphs)
+        step("convert to Core ML in w8a8 and FP32, and compare with the quantized model")
+        exact = Packages(self._made, self._precision, None, self._target, form.made.traced_graphs)
         exact.save(scratch, {})
         held = self._builder.hold_eager(exact.written(scratch), form.eager, "the Core ML program")
         run = packages.written(self._builder.folder)
@@ -284,12 +304,12 @@ class _CoreML:
         packages.store(keep=None)
         packages.save(scratch, {})
         run = packages.executing(packages.programs)
-        self._builder.step(f"store each of {len(weights)} weights alone")
         kept = choose(
             Exchange(packages.programs, integers, weights),
             lambda: against_graph(self._cases, packages.plan, run),
             self._gate_db,
             self._precision,
+            self._builder.step,
         )
         packages.store(kept)
         _, stage = self._written(packages)

@@ -17,6 +17,7 @@ import numpy as np
 from pom_edge.errors import GateError
 from pom_edge.export.coreml_weights import STORED
 from pom_edge.gates import Stage, missed
+from pom_edge.progress import Step, counted
 from pom_edge.runtimes.mil_program import MilProgram
 
 STRICTER = 0.8  # of the noise that the sum may have, each time that the whole choice misses the gate: 1 dB
@@ -54,7 +55,7 @@ class Exchange:
                 program.replace(name, found if name in kept else stored)
 
 
-def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, precision: str) -> list[str]:
+def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, precision: str, step: Step) -> list[str]:
     """Names of the weights that stay floats.
 
     Args:
@@ -62,6 +63,7 @@ def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, pr
         evaluate: all values of all cases, by those programs as they are.
         gate_db: to be held.
         precision: the integers'.
+        step: told how far it is.
 
     Raises:
         GateError: it is missed with floats alone, or no integer is left.
@@ -75,7 +77,11 @@ def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, pr
     floats = tried(costs)
     if not missed(floats, gate_db):
         none = _noise(floats)
-        extra = {name: np.maximum(_noise(tried(set(costs) - {name})) - none, 0) for name in costs}
+        each = counted([*costs], step, "store each weight alone: weight")
+        extra = {name: np.maximum(_noise(tried(set(costs) - {name})) - none, 0) for name in each}
+            name: np.maximum(_noise(tried(set(costs) - {name})) - none, 0)
+            for name in counted([*costs], step, "store each weight alone: weight")
+        }
         limit = 10 ** (-gate_db / 10)
         while len(kept := cheapest(none, extra, costs, limit)) < len(costs):
             if not missed(tried(kept), gate_db):

@@ -12,7 +12,8 @@ from pom_edge.compiling import Compiled, compile_bundle
 from pom_edge.engine_options import COMPILED, EngineOptions
 from pom_edge.errors import InputError
 from pom_edge.options import ExportOptions
-from pom_edge.outcome import ArtifactReport, ExportReport, Step, size_of
+from pom_edge.outcome import ArtifactReport, ExportReport, size_of
+from pom_edge.progress import Step
 
 _OPTIONS = {"snr_db": "snr", "deployment_target": "minimum-deployment-target"}  # fields whose options have other names
 
@@ -69,8 +70,8 @@ def after_export(options: ExportOptions, targets: Sequence[str], forms: set[str]
 def how_to_keep(out: Path, options: ExportOptions, asked: EngineOptions, targets: Sequence[str]) -> str:
     """After an engine that failed: what there is now, and how to keep the graphs next time."""
     state = "is as it was" if out.exists() else "was not written"
-    precisions = " ".join(f"--precision {each}" for each in options.precisions_of(*options.targets))
-    kept = " ".join(f"--target {each}" for each in options.targets if each not in targets) or "--target onnx"
+    precisions = " ".join(f"--precision {each}" for each in options.precisions or options.precisions_of(*options.targets))
+    kept = " ".join(f"--target {each}" for each in dict.fromkeys(("onnx", *options.targets)) if each not in targets)
     engines = " and ".join(f"pom-export {shlex.quote(out.name)} {asked.command(each)}" for each in targets)
     return (
         f"{out.name} {state}. To keep the graphs and try engines again without exporting anew: export with {kept} "

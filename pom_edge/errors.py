@@ -5,6 +5,7 @@
     |  |- CheckpointError    2   a model file cannot be read as what it claims to be
     |  |- BundleError        2   a .pom folder is damaged, foreign or of an unknown version
     |  `- MissingExtraError  2   an optional dependency is not installed
+    |     `- BrokenExtraError  2   it is, and cannot be imported
     |- GateError             1   a gate failed: parity, vacuity, lint, memory budget, quality
     `- MissingToolError      3   all that can be made here is made; a compiler or a device is missing
 
@@ -18,6 +19,7 @@ import importlib
 from types import ModuleType
 
 __all__ = [
+    "BrokenExtraError",
     "BundleError",
     "CheckpointError",
     "GateError",
@@ -49,6 +51,19 @@ class BundleError(InputError):
 
 class MissingExtraError(InputError):
     """An optional dependency is not installed; the message names the install line."""
+
+
+class BrokenExtraError(MissingExtraError):
+    """An optional dependency is installed and cannot be imported; the message names the line that installs it anew.
+
+    Args:
+        reason: what was found.
+        install: that line.
+    """
+
+    def __init__(self, reason: str, install: str) -> None:
+        super().__init__(f"{reason}. Install it anew: {install}")
+        self.reason, self.install = reason, install
 
 
 class GateError(PomError):

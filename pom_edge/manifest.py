@@ -15,7 +15,8 @@ VERSION = 1
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 SAMPLED_ROWS = 64
 PALETTES = ("p8", "p6", "p4")  # Core ML: each weight is one of 2^n values of its tensor
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4", *PALETTES)
+# int8 is W8A8 in graphs and engines; Core ML says w8a8 for it (a package of an older bundle may still say int8)
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "w8", "w4", "w8a8", *PALETTES)
 
 __all__ = [
     "DTYPES", "FORMAT", "PRECISIONS", "SAMPLED_ROWS", "VERSION", "Artifact", "FileEntry", "GoldenCase", "ImageSpec", "Manifest",

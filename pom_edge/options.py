@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 TARGETS = ("onnx", "coreml", "trt", "rtx")
 DEFAULT_PRECISION = {"onnx": "fp32", "coreml": "fp16", "trt": "fp16", "rtx": "fp16"}
+# What a name stands for, where a target has another one for it. On Core ML INT8 is weights alone unless activations are asked
+# for: those have run many times slower than floats on some devices (coremltools#2410), and they need data.
+MEANT = {"coreml": {"int8": "w8"}}
+MEANT_ELSEWHERE = {"w8a8": "int8"}
+INT8_ACTIVATIONS = frozenset({"int8", "w8a8"})  # as precisions_of() gives them
 REMAINDERS = ("fp32", "fp16")
 FORMS = ("parallel", "recurrent", "streamed")
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -65,8 +70,19 @@ class ExportOptions:
     overwrite: bool = False
 
     def precisions_of(self, *targets: str) -> tuple[str, ...]:
-        """What targets are made in: what was asked for, else what each of them has by default."""
-        return tuple(dict.fromkeys(self.precisions or [DEFAULT_PRECISION.get(target, "fp32") for target in targets]))
+        """What targets are made in, each once: what was asked for as they know it, else what each of them has by default."""
+        return tuple(
+            dict.fromkeys(
+                MEANT.get(target, MEANT_ELSEWHERE).get(precision, precision)
+                for target in targets
+                for precision in self.precisions or [DEFAULT_PRECISION.get(target, "fp32")]
+            )
+        )
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a target quantizes activations, which takes data."""
+        return not INT8_ACTIVATIONS.isdisjoint(self.precisions_of(*self.targets))
 
     def engines(self, precisions: Sequence[str] = ()) -> EngineOptions:
         """Those that say how engines are built."""
@@ -95,9 +111,8 @@ class ExportOptions:
             if unknown or not asked:
                 raise InputError(f"unknown {what} {', '.join(map(repr, unknown))}; this version makes: {', '.join(known)}")
         self.engines().check(self.targets)
-        if self.calibration is not None and "int8" not in self.precisions:
-            raise InputError("--calibration is for --precision int8; the other precisions need no data")
-        if self.remainder != "fp32" and not set(self.precisions) & {"int8", "w8", "w4"}:
+        self._check_calibration()
+        if self.remainder != "fp32" and not set(self.precisions_of(*self.targets)) & {"int8", "w8a8", "w8", "w4"}:
             raise InputError("--remainder is what is not INT8 or weights in int8, w8 and w4; ask for one of these precisions")
         if self.chunk is not None and self.form != "streamed":
             raise InputError(f"--chunk {self.chunk} is for --form streamed, found --form {self.form or FORMS[0]}; leave it out")
@@ -107,8 +122,6 @@ class ExportOptions:
             )
         if self.mask == "frames" and self.form != "recurrent":
             raise InputError("--mask frames is for --form recurrent: each chunk is a frame that sees itself and the past")
-        if "int8" not in self.precisions and (self.observer, self.int8_weights) != (OBSERVERS[1], INT8_WEIGHTS[0]):
-            raise InputError("--observer and --int8-weights are for --precision int8; leave them out")
         if self.deployment_target is not None and "coreml" not in self.targets:
             raise InputError(
                 f"--minimum-deployment-target is for --target coreml; leave it out (found {self.deployment_target} and "
@@ -127,3 +140,29 @@ class ExportOptions:
         lowest = min(GATES_DB[precision] for precision in self.precisions_of(*self.targets))
         if self.snr_db is not None and not lowest <= self.snr_db <= MAX_SNR_DB:
             raise InputError(f"--snr is {self.snr_db:g}; expected {lowest:g} to {MAX_SNR_DB:g} dB: the gate can only be raised")
+
+    def _check_calibration(self) -> None:
+        """Refuse what is for INT8 activations alone where no target has any.
+
+        Raises:
+            InputError: naming the options.
+        """
+        given = {
+            "--calibration": self.calibration is not None,
+            "--observer": self.observer != OBSERVERS[1],
+            "--int8-weights": self.int8_weights != INT8_WEIGHTS[0],
+        }
+        found = [option for option, is_given in given.items() if is_given]
+        if not found or self.calibrated:
+            return
+        options, them = " and ".join(found), "it" if len(found) == 1 else "them"
+        verb = "is" if len(found) == 1 else "are"
+        if set(self.targets) != {"coreml"}:
+            why = "; the other precisions need no data" if found == ["--calibration"] else ""
+            raise InputError(f"{options} {verb} for --precision int8{why}: leave {them} out")
+        is_w8 = "; int8 is weights alone on Core ML (w8)" if "int8" in self.precisions else ""
+        asked = " ".join(f"--precision {each}" for each in self.precisions) or "its default, --precision fp16"
+        raise InputError(
+            f"{options} {verb} for activations in INT8, found --target coreml and {asked}{is_w8}: give --precision w8a8, or "
+            f"leave {them} out"
+        )

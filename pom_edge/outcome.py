@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.errors import GateError
+from pom_edge.progress import Step
 from pom_edge.runtimes.checking import CheckReport, check_session
 from pom_edge.runtimes.memory import measure_peak
 from pom_edge.runtimes.session import open_session
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from pom_edge.building import Built
 
 EVALUATED = "evaluated, every operator rounded to BF16; not run"
-Step = Callable[[str], None]
 
-__all__ = ["EVALUATED", "ArtifactReport", "ExportReport", "Step", "check_artifact", "size_of"]
+__all__ = ["EVALUATED", "ArtifactReport", "ExportReport", "check_artifact", "size_of"]
 
 
 @dataclass

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.coreml import build_coreml, check_torch, coreml_options, missing_coreml
+from pom_edge.coreml import build_coreml, check_torch, coreml_options, missing_coreml, precision_notes
 from pom_edge.coreml_shapes import shape_notes
 from pom_edge.engine_options import COMPILED
 from pom_edge.errors import GateError, InputError, require
 from pom_edge.gates import hold_metric
 from pom_edge.metric import Metric
 from pom_edge.options import FORMS, ExportOptions
-from pom_edge.outcome import EVALUATED, ArtifactReport, ExportReport, Step, check_artifact
+from pom_edge.outcome import EVALUATED, ArtifactReport, ExportReport, check_artifact
 from pom_edge.planning import choose_cases, make_graphs
+from pom_edge.progress import Step
 from pom_edge.runtimes.memory import SizeError
 from pom_edge.system import human_bytes
 
@@ -128,8 +129,10 @@ def export_bundle(
     Args:
         model: a reference model, a PoM layer, or any module that contains PoM layers.
         targets: ``"onnx"``, ``"coreml"``, ``"trt"``, ``"rtx"``, or several of them.
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, for Core ML ``"p8"``, ``"p6"``, ``"p4"``,
-            or several of them; by default FP32 for ONNX and FP16 for Core ML and engines.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"``, ``"w8"``, ``"w4"``, ``"w8a8"``, for Core ML ``"p8"``,
+            ``"p6"``, ``"p4"``, or several of them; by default FP32 for ONNX and FP16 for Core ML and engines. ``"w8a8"``,
+            weights and activations, is what ``"int8"`` means for ONNX and engines; for Core ML ``"int8"`` is ``"w8"``,
+            weights alone.
         example_inputs: tensors or arrays by the names of ``forward``'s arguments; optional for reference models and layers.
         out: the bundle to write.
         progress: called with the name of each step.
@@ -239,8 +242,8 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
     from pom_edge.export.inputs import Extent, check_example
 
     start = time.perf_counter()
-    missing = missing_coreml(options, out)
-    coreml_notes = check_torch() if "coreml" in options.targets and not missing else []
+    missing = missing_coreml(options, out, step)
+    coreml_notes = [*check_torch(), *precision_notes(options)] if "coreml" in options.targets and not missing else []
     graphs = [target for target in options.targets if target != "coreml"]
     asked, narrow = options, None  # beside graphs, the packages of fixed shapes have a form of their own
     if "coreml" in options.targets and not graphs:

@@ -9,7 +9,7 @@ from pom_edge.coreml import fix_axes
 from pom_edge.engine_options import COMPILED
 from pom_edge.errors import InputError
 from pom_edge.options import ExportOptions
-from pom_edge.outcome import Step
+from pom_edge.progress import Step
 from pom_edge.runtimes.memory import SizeError
 from pom_edge.system import human_bytes, memory_bytes
 

@@ -26,6 +26,7 @@ from pom_edge.export.made import Made
 from pom_edge.export.moments import with_moments
 from pom_edge.export.onnx_graph import Traced, translate
 from pom_edge.export.reference import Arrays
+from pom_edge.progress import Step, counted
 from pom_edge.quantize.calibration import Calibration
 from pom_edge.quantize.quantize import LayerFacts, Options, Prepared, Quantized
 from pom_edge.quantize.weights import StoredWeight, weight_only
@@ -109,13 +110,13 @@ class FormQuantizer:
                 stack.enter_context(prepared.quantizing(paths))
             yield self._drive
 
-    def sensitivity(self, case: Case) -> dict[str, float]:
-        """The SNR (dB) of the form's outputs when one layer alone is INT8, for each layer."""
+    def sensitivity(self, case: Case, step: Step) -> dict[str, float]:
+        """The SNR (dB) of the form's outputs when one layer alone is INT8, for each layer; ``step`` is told how far it is."""
         truth = self.run(case, [])
         names = list(case.outputs)
         return {
             path: round(worst([measure(truth[n], found[n]) for n in names]).snr_db, 2)
-            for path in self.layers
+            for path in counted(self.layers, step, "quantize each layer alone: layer")
             for found in [self.run(case, [path])]
         }
 
@@ -184,12 +185,12 @@ class WeightStore:
             raise failure
         return self._base.typed(graphs, self._precision, self._base.precision), list(entries.values())
 
-    def sensitivity(self, folder: Path, case: Case) -> dict[str, float]:
+    def sensitivity(self, folder: Path, case: Case, step: Step) -> dict[str, float]:
         """The SNR (dB) of the form's outputs and mixers, the worst, when one weight alone is stored as integers."""
         names = [entry.name for entry in self.entries]
         truth = self._run(self._base, folder, case)
         found = {}
-        for name in names:
+        for name in counted(names, step, "store each weight alone: weight"):
             made, _ = self.store({other: 32 for other in names if other != name})
             values = self._run(made, folder, case)
             found[name] = round(min(measure(truth[key], values[key]).snr_db for key in truth), 2)

@@ -8,11 +8,13 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
-from pom_edge.errors import InputError, require
+from pom_edge.errors import BrokenExtraError, InputError, MissingExtraError, require
 
 OLDEST_TORCH, TESTED_TORCH = (2, 8), (2, 13)  # torch.export's options came with 2.8; the tests run on 2.13
+REINSTALL = "pip install --force-reinstall --no-cache-dir 'pom-edge[coreml]'"
 OLDEST = (9, 0)  # what the tests run on; numpy 2.4 needs the torch.export route, whose gaps 9.0 closed
 
 # What a conversion says about coremltools' and torch's own code: deprecated calls, folders cleaned up late
@@ -75,11 +77,22 @@ def load_coremltools() -> Any:
 
     Raises:
         MissingExtraError: it is not installed.
+        BrokenExtraError: it is, and importing it, or its own library that reads weights, fails.
         InputError: it is too old.
     """
-    with quiet_coremltools():
-        library = require("coremltools", "coreml")
-    version = tuple(int(part) for part in library.__version__.split(".")[:2] if part.isdigit())
+    try:
+        with quiet_coremltools():
+            library = require("coremltools", "coreml")
+            found = str(library.__version__)  # a folder that was left behind has none
+            version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+            if version >= OLDEST:
+                import_module("coremltools.libmilstoragepython")  # coremltools itself only logs that it is missing
+    except MissingExtraError:
+        raise
+    except Exception as error:  # whatever a half of an installation raises
+        text = " ".join(str(error).split()) or "no reason given"
+        reason = f"coremltools is installed, but importing it fails ({type(error).__name__}: {text})"
+        raise BrokenExtraError(reason, REINSTALL) from error
     if version < OLDEST:
         raise InputError(
             f"coremltools {library.__version__} is too old; expected {'.'.join(map(str, OLDEST))} or newer. Run: "

@@ -24,6 +24,7 @@ GATES_DB: dict[str, float] = {
     "int8": 20.0,
     "w8": 40.0,
     "w4": 20.0,
+    "w8a8": 20.0,  # as int8: the same, under its name on Core ML
     "p8": 40.0,
     "p6": 20.0,
     "p4": 20.0,

@@ -67,13 +67,14 @@ class _Noisy:
 
 @pytest.mark.parametrize(("together", "integers"), [(1.0, 2), (1.3, 2), (3.0, 1)])
 def test_the_whole_choice_is_evaluated_and_not_only_added_up(together: float, integers: int) -> None:
-    noisy = _Noisy(together=together)
-    kept = choose(noisy, noisy.evaluate, 40, "w8")  # type: ignore[arg-type]
+    noisy, said = _Noisy(together=together), list[str]()
+    kept = choose(noisy, noisy.evaluate, 40, "w8", said.append)  # type: ignore[arg-type]
     noisy.keep(kept)
     assert len(noisy.elements) - len(kept) == integers and noisy.evaluate()["y"].snr_db >= 40
+    assert said == [f"store each weight alone: weight {i} of 3" for i in (1, 2, 3)]
 
 
 def test_where_floats_miss_it_too_the_message_says_so() -> None:
     noisy = _Noisy(floats=2e-4)
     with pytest.raises(GateError, match="w4 misses its gate of 40 dB whatever stays in float .y has 37.0 dB"):
-        choose(noisy, noisy.evaluate, 40, "w4")  # type: ignore[arg-type]
+        choose(noisy, noisy.evaluate, 40, "w4", print)  # type: ignore[arg-type]

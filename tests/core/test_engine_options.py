@@ -33,7 +33,7 @@ REFUSED = (
     (("onnx", "coreml"), {"refit": True}, "--refit is for --target trt or rtx"),
     (("onnx",), {"deployment_target": "iOS18"}, "--minimum-deployment-target is for --target coreml"),
     (("onnx",), {"deployment_target": "iOS17"}, "--minimum-deployment-target is for --target coreml"),  # the default, too
-    (("onnx",), {"observer": "mse"}, "--observer and --int8-weights are for --precision int8"),
+    (("onnx",), {"observer": "mse"}, "--observer is for --precision int8: leave it out"),
 )
 
 
@@ -122,3 +122,9 @@ def test_where_no_bundle_can_be_written_nothing_is_built(tmp_path: Path, monkeyp
     with pytest.raises(InputError, match="no permission to write there; copy the bundle to a folder that can be written"):
         pipeline.export_file(tmp_path / "a.pom", ExportOptions(targets=("rtx",), precisions=("fp32",)))
     assert len(Bundle.open(tmp_path / "a.pom").manifest.artifacts) == 1
+
+
+def test_w8a8_is_int8_for_engines(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    with pytest.raises(InputError, match=r"holds no parallel graph in int8 to compile .*--precision int8 --form"):
+        pipeline.export_file(tmp_path / "a.pom", ExportOptions(targets=("rtx",), precisions=("w8a8",)))

@@ -129,7 +129,10 @@ def test_a_mixer_that_is_unlike_pytorchs_quantized_model_goes_back_to_float(
             raise UnlikeEagerError(what, next(iter(unlike)), 36.9)
         return measured(self, exact, eager, what, gated)
 
+    steps: list[str] = []
+
     def step(text: str) -> None:
+        steps.append(text)
         if "back to float: blocks.1.mixer is at 36.9 dB" in text:
             unlike.clear()
 
@@ -138,6 +141,10 @@ def test_a_mixer_that_is_unlike_pytorchs_quantized_model_goes_back_to_float(
     report = export_bundle(_encoder(), **options, out=tmp_path / "m.pom", progress=step)
     kept = _artifact(report.bundle, "int8").quantization["kept_float"]  # type: ignore[index]
     assert kept and kept[-1].startswith("blocks.1.mixer."), "the one that is unlike, whatever costs more alone"
+    said = [text for text in steps if "layer alone" in text]
+    layers = len(_artifact(report.bundle, "int8").quantization["layers"])  # type: ignore[index,arg-type]
+    every = max(1, layers // 10)
+    assert said == [f"quantize each layer alone: layer {n} of {layers}" for n in range(1, layers + 1, every)] and layers > 10
     unlike.add("blocks.1.mixer")
     with pytest.raises(GateError, match=r"not the quantized model of PyTorch: blocks.1.mixer 36.9 dB; the gate is 40 dB"):
         export_bundle(_encoder(), **options, out=tmp_path / "n.pom")

@@ -339,7 +339,7 @@ def test_text_steps_with_state(stateful: bool, tmp_path: Path) -> None:
     [
         ({"precisions": ("bf16",)}, "Core ML has no BF16"),
         ({"deployment_target": "iOS12"}, "--minimum-deployment-target is 'iOS12'"),
-        ({"precisions": ("int8",), "deployment_target": "iOS16"}, "needs iOS17"),
+        ({"precisions": ("w8a8",), "deployment_target": "iOS16"}, "--precision w8a8 needs iOS17"),
         ({"precisions": ("w4",)}, "needs iOS18"),
         ({"form": "recurrent", "tokens": "1:8:64"}, "has one length on Core ML"),
         (
@@ -351,8 +351,8 @@ def test_text_steps_with_state(stateful: bool, tmp_path: Path) -> None:
             "does not go with --form parallel, which has no state: give [^;]*$",
         ),
         (
-            {"stateful": True, "precisions": ("int8",), "batch": "1:2:3"},
-            "--form parallel.*nor with --minimum-d.*nor with --precision int8.*nor with --batch 1:2:3, a range",
+            {"stateful": True, "precisions": ("w8a8",), "batch": "1:2:3"},
+            "--form parallel.*nor with --minimum-d.*nor with --precision w8a8.*nor with --batch 1:2:3, a range",
         ),
         ({"memory_budget": 1 << 30, "tokens": 8}, "--memory-budget is for ONNX Runtime"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pom_edge.bundle import Bundle
+from pom_edge.bundle import Bundle, seal
 from pom_edge.cli import app
 from pom_edge.errors import BundleError, GateError, InputError
 from pom_edge.inspection import describe
@@ -19,6 +20,7 @@ from pom_edge.mixer import PoM
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import ExportOptions, export_bundle
 from pom_edge.runtimes import open_session
+from pom_edge.runtimes.bench import bench
 from pom_edge.runtimes.checking import check_bundle
 from pom_edge.runtimes.coreml_session import EVALUATED
 from tests.mixers import lively
@@ -37,6 +39,24 @@ def test_missing_coremltools_is_said(targets: tuple[str, ...], code: int, tmp_pa
     result = CliRunner().invoke(app, ["export", str(tmp_path / "layer.pt"), *flags, "--json"], catch_exceptions=False)
     assert result.exit_code == code, result.output
     assert "pom-edge[coreml]" in result.stdout
+    assert (tmp_path / "layer.pom").exists() is (code == 3)
+
+
+@pytest.mark.parametrize(("targets", "code"), [(("coreml",), 2), (("onnx", "coreml"), 3)])
+def test_a_broken_coremltools_is_said(
+    targets: tuple[str, ...], code: int, tmp_path: Path, put_coremltools: Callable[[str], None]
+) -> None:
+    """Before any work, with the exit code of a missing one."""
+    torch.manual_seed(0)
+    torch.save(lively(PoM(8, 2, 2)).state_dict(), tmp_path / "layer.pt")
+    put_coremltools("raise OSError('libmil.so: cannot open shared object file')")
+    flags = [flag for target in targets for flag in ("--target", target)]
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "layer.pt"), *flags, "--json"], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    answer = json.loads(result.stdout)
+    told = answer["error"] if code == 2 else " ".join(answer["missing"][0].values())
+    assert "importing it fails (OSError: libmil.so: cannot open shared object file)" in told
+    assert "pip install --force-reinstall --no-cache-dir 'pom-edge[coreml]'" in told
     assert (tmp_path / "layer.pom").exists() is (code == 3)
 
 
@@ -85,18 +105,126 @@ def test_three_targets_in_int8_and_weights_alone(kind: str, form: str, tmp_path:
     model, example, data = _model(kind)
     out = tmp_path / "a.pom"
     report = export_bundle(
-        model, ["onnx", "coreml", "rtx"], ["int8", "w8"], form=form, example_inputs=example, calibration=data, out=out
+        model, ["onnx", "coreml", "rtx"], ["w8a8", "w8"], form=form, example_inputs=example, calibration=data, out=out
     )
     made = {(each.target, each.precision) for each in report.artifacts}
-    assert made == {(target, precision) for target in ("onnx", "coreml", "rtx") for precision in ("int8", "w8")}
+    names = {"onnx": "int8", "coreml": "w8a8", "rtx": "int8"}  # one thing, under the name that each target has for it
+    assert made == {(target, precision) for target, name in names.items() for precision in (name, "w8")}
     checks = {each.file: each for each in check_bundle(out).artifacts}
-    assert set(checks) == {f"{form}.{kind}.{end}" for kind in ("int8", "w8") for end in ("onnx", "mlpackage")}
+    assert set(checks) == {f"{form}.{name}" for name in ("int8.onnx", "w8.onnx", "w8a8.mlpackage", "w8.mlpackage")}
     assert all(each.passed for each in checks.values())
-    package = next(each for each in Bundle.open(out).manifest.artifacts if each.file.endswith("int8.mlpackage"))
+    package = next(each for each in Bundle.open(out).manifest.artifacts if each.file.endswith("w8a8.mlpackage"))
     assert package.census["int8"] > 0.8 and package.parity is not None and package.parity["snr_db_eager"] > 20
     one_row = form == "recurrent"  # a token at a time: weights alone
     assert ("quantize" in package.parity["operators"]) is not one_row
-    assert any("no activation is INT8" in note for note in report.notes) is one_row
+    assert any("coreml w8a8: no activation is INT8" in note for note in report.notes) is one_row
+
+
+def _scales(package: Path) -> list[tuple[int, int]]:
+    """Of each weight in integers, read back from the program: how many scales it has, and how many output channels."""
+    from coremltools.proto import Model_pb2
+
+    from pom_edge.runtimes.mil_program import model_file
+
+    spec = Model_pb2.Model()
+    spec.ParseFromString(model_file(package).read_bytes())
+    (block,) = spec.mlProgram.functions["main"].block_specializations.values()
+    found = []
+    for operation in block.operations:
+        if operation.type == "constexpr_affine_dequantize":
+            axis = operation.attributes["axis"].immediateValue.tensor.ints.values[0]
+            weight, scale = (
+                [dim.constant.size for dim in operation.attributes[name].type.tensorType.dimensions]
+                for name in ("quantized_data", "scale")
+            )
+            found.append((scale[0] if scale else 1, weight[axis]))
+    return found
+
+
+def test_int8_is_weights_alone_on_core_ml_and_activations_too_beside_it(tmp_path: Path) -> None:
+    model, example, data = _model("encoder")
+    report = export_bundle(
+        model, ["onnx", "coreml"], ["int8", "w8"], example_inputs=example, calibration=data, out=tmp_path / "a.pom"
+    )
+    graphs, package = report.artifacts[:-1], report.artifacts[-1]
+    assert [each.file for each in graphs] == ["parallel.int8.onnx", "parallel.w8.onnx"]
+    assert (package.file, package.precision) == ("parallel.w8.mlpackage", "w8"), "int8 and w8 are one package"
+    held = {each.file: each for each in Bundle.open(report.bundle).manifest.artifacts}
+    assert held["parallel.int8.onnx"].quantization and not held[package.file].quantization
+    assert package.parity is not None and package.parity["gate_db"] == 40
+    assert not {"quantize", "dequantize"} & set(package.parity["operators"])
+    scales = _scales(tmp_path / "a.pom" / package.file)
+    channels = {"aggregation": 32, "projection": 64, "wide": 128, "narrow": 32}  # the other weights have less than 512 elements
+    assert sorted(scales) == sorted((count, count) for count in channels.values())
+    said = [note for note in report.notes if "--precision int8 is w8 here" in note]
+    assert len(said) == 1 and "--precision w8a8" in said[0] and "iOS17" in said[0]
+    assert said[0] in held[package.file].notes and said[0] not in held["parallel.int8.onnx"].notes
+    assert all(each.passed for each in check_bundle(report).artifacts)
+
+
+@pytest.mark.parametrize(("form", "options"), [("parallel", {"target": "iOS16"}), ("recurrent", {"target": "iOS18"})])
+def test_int8_takes_no_data_from_ios16_on_and_with_states(form: str, options: dict[str, str], tmp_path: Path) -> None:
+    model, example, _ = _model("lm")
+    report = export_bundle(
+        model, "coreml", ["int8", "w8"], form=form, stateful=form == "recurrent", deployment_target=options["target"],
+        example_inputs=example, out=tmp_path / "a.pom",
+    )  # fmt: skip
+    (artifact,) = report.artifacts
+    assert artifact.precision == "w8" and artifact.parity is not None and artifact.parity["passed"]
+    assert Bundle.open(report.bundle).manifest.artifacts[0].census["int8"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("targets", "asked", "made"),
+    [
+        (("coreml",), ("int8",), ("w8",)),
+        (("coreml",), ("w8", "int8", "w8a8"), ("w8", "w8a8")),
+        (("onnx",), ("w8a8", "fp32", "int8"), ("int8", "fp32")),
+        (("trt",), ("w8a8",), ("int8",)),
+        (("rtx",), ("int8",), ("int8",)),
+        (("onnx", "coreml"), ("w8a8",), ("int8", "w8a8")),
+        (("onnx", "coreml"), (), ("fp32", "fp16")),
+    ],
+)
+def test_each_target_has_its_own_name(targets: tuple[str, ...], asked: tuple[str, ...], made: tuple[str, ...]) -> None:
+    options = ExportOptions(targets=targets, precisions=asked)
+    assert options.precisions_of(*targets) == made
+    assert options.calibrated is bool({"int8", "w8a8"} & set(made))
+
+
+@pytest.mark.parametrize("given", [{"calibration": "golden"}, {"observer": "mse"}, {"int8_weights": "7bit"}])
+def test_data_is_for_activations(given: dict[str, Any]) -> None:
+    option = f"--{next(iter(given)).replace('_', '-')}"
+    with pytest.raises(InputError, match=rf"^{option} is for activations in INT8, found .*; int8 is weights alone.*w8a8, or"):
+        ExportOptions(targets=("coreml",), precisions=("int8",), **given).check()
+    with pytest.raises(InputError, match=f"{option} is for .*found --target coreml and its default, --precision fp16: give"):
+        ExportOptions(targets=("coreml",), **given).check()
+    ExportOptions(targets=("coreml", "onnx"), precisions=("int8",), **given).check()
+    ExportOptions(targets=("coreml",), precisions=("int8", "w8a8"), **given).check()
+
+
+def test_w8a8_asks_for_data(tmp_path: Path) -> None:
+    model, example, _ = _model("encoder")
+    with pytest.raises(InputError, match="INT8 needs calibration data"):
+        export_bundle(model, "coreml", "w8a8", example_inputs=example, out=tmp_path / "a.pom")
+
+
+@pytest.mark.slow
+def test_a_bundle_that_calls_it_int8_is_checked(tmp_path: Path) -> None:
+    """As it was written before the name w8a8."""
+    model, example, data = _model("encoder")
+    out = tmp_path / "a.pom"
+    export_bundle(model, "coreml", "w8a8", example_inputs=example, calibration=data, out=out)
+    (out / "parallel.w8a8.mlpackage").rename(out / "parallel.int8.mlpackage")
+    manifest = out / "manifest.json"
+    content = json.loads(manifest.read_text().replace("parallel.w8a8.mlpackage", "parallel.int8.mlpackage"))
+    content["artifacts"][0]["precision"] = "int8"
+    manifest.write_text(seal(content))
+    (check,) = check_bundle(out).artifacts
+    assert (check.passed, check.precision, check.gate_db) == (True, "int8", 20)
+    assert describe(out)["artifacts"][0]["precision"] == "int8"
+    with pytest.raises(InputError, match=r"nothing that is timed with --runtime coreml; it holds parallel\.int8\.mlpackage"):
+        bench(out, runtime="coreml", rounds=1)  # read, and left out: it was evaluated, not run
 
 
 @pytest.mark.slow
@@ -108,7 +236,7 @@ def test_w8a8_is_held_against_the_quantized_model(tmp_path: Path, monkeypatch: p
     real = mil_operators.OPERATORS["quantize"]
     monkeypatch.setitem(mil_operators.OPERATORS, "quantize", lambda input, scale, **rest: real(input, scale * 1.02, **rest))  # noqa: A006
     with pytest.raises(GateError, match="the Core ML program is not the quantized model of PyTorch"):
-        export_bundle(model, "coreml", "int8", example_inputs=example, calibration=data, out=tmp_path / "a.pom")
+        export_bundle(model, "coreml", "w8a8", example_inputs=example, calibration=data, out=tmp_path / "a.pom")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,6 +244,7 @@ def test_w8a8_is_held_against_the_quantized_model(tmp_path: Path, monkeypatch: p
     ("options", "message"),
     [
         ({"remainder": "fp16", "precisions": ("int8",)}, "--remainder fp16 is for the other targets"),
+        ({"remainder": "fp16", "precisions": ("w8a8",)}, "--remainder fp16 is for the other targets"),
         (
             {"precisions": ("p6",), "targets": ("coreml", "onnx")},
             "--precision p6, a palette of weights, is for --target coreml alone",
