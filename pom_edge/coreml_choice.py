@@ -79,9 +79,6 @@ def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, pr
         none = _noise(floats)
         each = counted([*costs], step, "store each weight alone: weight")
         extra = {name: np.maximum(_noise(tried(set(costs) - {name})) - none, 0) for name in each}
-            name: np.maximum(_noise(tried(set(costs) - {name})) - none, 0)
-            for name in counted([*costs], step, "store each weight alone: weight")
-        }
         limit = 10 ** (-gate_db / 10)
         while len(kept := cheapest(none, extra, costs, limit)) < len(costs):
             if not missed(tried(kept), gate_db):
