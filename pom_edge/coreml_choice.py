@@ -3,8 +3,9 @@
     noise of a value, over its signal:  e = e_float + sum over weights stored as integers of (e_weight alone - e_float)
 
 Each weight is tried alone; errors of different weights are taken to be independent, so that their powers add. While the sum is
-above the gate, the weight that takes most of the excess away for its bytes goes back to float; the choice is then evaluated
-whole, for the sum is a model. Trials write no package: constants of the evaluated program are exchanged.
+above the gate, the weight that takes most of the excess away for its bytes goes back to float. The choice is then evaluated
+whole, for the sum is a model: stricter until the gate holds, and then without each weight that is not needed. Trials write no
+package: constants of the evaluated program are exchanged.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, pr
         limit = 10 ** (-gate_db / 10)
         while len(kept := cheapest(none, extra, costs, limit)) < len(costs):
             if not missed(tried(kept), gate_db):
+                for name in sorted(kept, key=lambda each: -costs[each]):  # errors can cancel: some are not needed after all
+                    fewer = [other for other in kept if other != name]
+                    kept = kept if missed(tried(fewer), gate_db) else fewer
                 return kept
             limit *= STRICTER
     worst = min(floats, key=lambda name: floats[name].snr_db)

@@ -74,6 +74,23 @@ def test_the_whole_choice_is_evaluated_and_not_only_added_up(together: float, in
     assert said == [f"store each weight alone: weight {i} of 3" for i in (1, 2, 3)]
 
 
+class _Cancelling(_Noisy):
+    """The errors of ``b`` and ``c`` are the same with opposite signs."""
+
+    noise = {"a": 1.2e-4, "b": 6e-5, "c": 6e-5}
+
+    def evaluate(self) -> dict[str, Metrics]:
+        left = {name for name in self.noise if name not in self.kept}
+        noise = self.floats + sum(self.noise[name] for name in (left - {"b", "c"} if {"b", "c"} <= left else left))
+        return {"y": Metrics(-10 * np.log10(noise), 1.0, 0.0, 0)}
+
+
+def test_what_turns_out_not_to_be_needed_is_an_integer_again() -> None:
+    noisy = _Cancelling()
+    assert cheapest(np.array([1e-6]), {k: np.array([v]) for k, v in noisy.noise.items()}, noisy.elements, LIMIT) == ["a", "b"]
+    assert choose(noisy, noisy.evaluate, 40, "w8", print) == ["a"]  # type: ignore[arg-type]
+
+
 def test_where_floats_miss_it_too_the_message_says_so() -> None:
     noisy = _Noisy(floats=2e-4)
     with pytest.raises(GateError, match="w4 misses its gate of 40 dB whatever stays in float .y has 37.0 dB"):
