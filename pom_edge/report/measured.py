@@ -150,9 +150,9 @@ def _median_table(peers: Peers) -> Html:
 
 
 def _ratio_table(peers: Peers) -> Html:
-    """One row for each peer and length; what no row has is no column."""
+    """One row for each peer and length, its time over that of what it is compared with; what no row has is no column."""
     halves, p90 = any(row.middle_half for row in peers.rows), any(row.p90_ms for row in peers.rows)
-    headers = ["tokens", "what", "median", "p90", "time over", "ratio", "middle half"]
+    headers = ["tokens", "what", "median", "p90", "compared with", "ratio", "middle half"]
     headers += [f"ratio, cores {state}" for state in peers.states]
     kept = [at for at in range(len(headers)) if (at != 3 or p90) and (at != 6 or halves)]
     order = {name: place for place, name in enumerate(peers.names)}

@@ -85,7 +85,9 @@ def _summary(report: Report) -> list[Html | None]:
     proof = None
     if caught:
         broken = "1 answer was" if caught == 1 else f"{caught:,} answers were"
-        proof = f"{broken} broken on purpose to prove that the gates can fail: {'it was' if caught == 1 else 'all were'} caught."
+        proof = (
+            f"{broken} broken on purpose to prove that the gates can fail: {'it was' if caught == 1 else 'all were'} caught."
+        )
     notes = _notes(report)
     return [
         h("p", *verdict, class_="verdict"),

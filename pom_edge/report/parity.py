@@ -84,7 +84,9 @@ def _quantized(artifact: Artifact, name: str) -> Html | None:
         rows = [
             [h("code", r["layer"]), r["why"] or kinds.get(r["kind"], r["kind"]), parts.db(r["snr_db"])] for r in found["layers"]
         ]
-        title = f"{name}: what became of each layer, calibrated on {counted(found['samples'], 'sample')} ({found['calibration']})"
+        title = (
+            f"{name}: what became of each layer, calibrated on {counted(found['samples'], 'sample')} ({found['calibration']})"
+        )
     else:
         rows = [[h("code", r["name"]), f"{r['bits']} bits", parts.db(r["snr_db_alone"])] for r in found.get("weights", [])]
         rows += [[h("code", r), "kept in float", parts.NONE] for r in found.get("kept_float", [])]

@@ -57,7 +57,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Peers:
-    """Rows of one run of a benchmark, the machine that it names ("": it names none), and what it ran (width, degree, rounds..)."""
+    """Rows of one run of a benchmark, the machine that it names ("": none), and what it ran (width, degree, rounds..)."""
 
     source: str
     machine: str
