@@ -54,6 +54,12 @@ RUN_INTO = """() => [...document.querySelectorAll('svg')].flatMap(figure => {
       ? [[texts[i].textContent, texts[i + k + 1].textContent]] : []));
 })"""
 
+# texts that stick out of their figure
+CUT = """() => [...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].filter(t => {
+  const a = t.getBoundingClientRect(), b = s.getBoundingClientRect();
+  return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+}).map(t => t.textContent))"""
+
 
 def find_browser() -> str | None:
     """What tests/install_browser.sh brought, or ``playwright install chromium``."""

@@ -102,7 +102,7 @@ def draw_waterfall(report: Report) -> Html | None:
             tick.set_fontweight("bold" if index in headings else "normal")
         plots.rows_down(axes, len(names))
         largest = max(max(pair) for *_, stages in groups for pair in stages.values())
-        axes.set_xlim(0, min(largest, SHOWN_DB) * 1.17)
+        plots.room_beside(axes, min(largest, SHOWN_DB))
         axes.set_xlabel("SNR against PyTorch, dB", loc="right")
         plots.mark_label(axes, "gate")
         plots.legend(figure)
@@ -203,7 +203,7 @@ def draw_memory(report: Report) -> Html | None:
             figure, axes = plots.new_figure(ROW * 1.5 * len(rows) + 1.0)
             bars = [(names[r.file], size(r), measured.get((r.file, r.tokens)), colours[r.file]) for r in rows]
             plots.bars(axes, bars, "{:,.1f} MiB")
-            axes.set_xlim(0, max(1.3 * largest, 1.05 * (budget or 0.0)))
+            axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * (budget or 0.0)))
             axes.set_xlabel(f"predicted: {what}", loc="right")
             if measured:
                 plots.mark_label(axes, "measured")

@@ -81,6 +81,7 @@ __all__ = [
     "mark",
     "mark_label",
     "new_figure",
+    "room_beside",
     "rows_down",
     "shortened",
     "styled",
@@ -138,7 +139,7 @@ def bars(axes: Axes, rows: Sequence[tuple[str, float, float | None, str]], form:
         beside(axes, max(value, marked or 0.0), y, form.format(value))
     axes.set_yticks(range(len(rows)), [shortened(name) for name, *_ in rows])
     rows_down(axes, len(rows))
-    axes.set_xlim(0, max(max(value, marked or 0.0) for _, value, marked, _ in rows) * 1.3)
+    room_beside(axes, max(max(value, marked or 0.0) for _, value, marked, _ in rows))
 
 
 def mark(axes: Axes, x: float, y: float, half: float) -> None:
@@ -155,7 +156,22 @@ def limit(draw: Any, value: float, label: str | None) -> None:
 
 
 def beside(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center")
+    note = axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center")
+    note.set_in_layout(False)  # room for it is made within the axes, not beside them: see room_beside
+
+
+def room_beside(axes: Axes, largest: float) -> None:
+    """End the horizontal axis of bars, the longest of which is ``largest``, where every figure beside them fits."""
+    figure: Any = axes.figure
+    axes.set_xlim(0, largest or 1.0)
+    figure.draw_without_rendering()  # lays it out: names on the left take what they take
+    box, shares = axes.get_window_extent(), [0.95]
+    for note in axes.texts:
+        words, start = note.get_window_extent(), axes.transData.transform(note.xy)[0]  # type: ignore[attr-defined]
+        reach = words.x1 - start  # from the end of the bar, whatever the scale
+        if start > box.x0:
+            shares.append((box.width - reach) / (start - box.x0))
+    axes.set_xlim(0, (largest or 1.0) / max(min(shares), 0.1))
 
 
 def against_tokens(axes: Axes, lengths: Iterable[int], unit: str, log: bool = True) -> None:

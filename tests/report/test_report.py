@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -28,13 +29,13 @@ from pom_edge.report.collect import collect, labels
 from pom_edge.report.markup import element
 from pom_edge.report.page import render
 from pom_edge.report.peers import read_peers
-from tests.browser import CONTRAST, RUN_INTO, SMALLEST
+from tests.browser import CONTRAST, CUT, RUN_INTO, SMALLEST
 from tests.bundles import make_bundle
 
 PEERS = [
     {"what": what, "tokens": tokens, "ms": factor * tokens**power, "p90_ms": 2 * factor * tokens**power}
     for what, factor, power in (("GEMM", 0.004, 1), ("ours", 0.005, 1), ("attention", 1e-4, 2), ("torch eager", 0.02, 1))
-    for tokens in (256, 1024, 4096)
+    for tokens in (256, 1024, 4096, 8192, 16384)
 ]
 HOSTILE = "<script>alert(1)</script>\"'&$x^2$ \u0007\u202e 多項式"
 
@@ -442,12 +443,27 @@ def test_it_fits_and_can_be_read(view: Any, page: Path, tmp_path: Path) -> None:
     assert all(width >= 320 and height >= 60 for width, height in boxes)
     assert view.evaluate(SMALLEST) >= 12  # pixels of the page
     assert view.evaluate(RUN_INTO) == []
-    cut = """[...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].filter(t => {
-        const a = t.getBoundingClientRect(), b = s.getBoundingClientRect();
-        return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
-    }).map(t => t.textContent))"""
-    assert view.evaluate(cut) == []
+    assert view.evaluate(CUT) == []
     view.screenshot(path=tmp_path / "page.png", full_page=True)
+
+
+def test_bars_of_one_length_can_be_read(view: Any, bundle: Path, tmp_path: Path) -> None:
+    """Figures beside bars, and names that are long."""
+    renamed = Bundle.open(bundle).manifest
+    names = {a.file: f"{a.file}-of-a-name-that-is-long" for a in renamed.artifacts}
+    report = collect(bundle, [16], rounds=1, budget=1 << 26)
+    assert report.bench is not None
+    artifacts = [a.model_copy(update={"file": names[a.file], "precision": "fp16"}) for a in renamed.artifacts]
+    bench = dataclasses.replace(report.bench, rows=[dataclasses.replace(r, file=names[r.file]) for r in report.bench.rows])
+    memory = [dataclasses.replace(row, file=names[row.file]) for row in report.memory]
+    changed = dataclasses.replace(
+        report, manifest=renamed.model_copy(update={"artifacts": artifacts}), bench=bench, memory=memory
+    )
+    for number, each in enumerate((report, changed)):
+        (tmp_path / f"{number}.html").write_text(render(each), encoding="utf-8")
+        view.goto((tmp_path / f"{number}.html").as_uri())
+        assert view.evaluate(SMALLEST) >= 12
+        assert view.evaluate(RUN_INTO) == [] and view.evaluate(CUT) == []
 
 
 def test_it_is_used_without_a_mouse(view: Any, page: Path) -> None:
