@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.cores import APART_NS, Cores
 from pom_edge.runtimes.timing import p90
+from pom_edge.system import usable_cores
 
 PAUSE_S = 0.02
 WARM_UPS = 3
@@ -247,7 +248,7 @@ def machine(threads: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version()}
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    facts |= {"cpu": names[0] if names else platform.processor(), "cores": len(names) or None, "threads": threads}
+    facts |= {"cpu": names[0] if names else platform.processor(), "cores": usable_cores(), "threads": threads}
     for package in ("onnxruntime", "torch", "openvino", "executorch"):
         try:
             facts[package] = version(package)

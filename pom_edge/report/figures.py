@@ -87,7 +87,7 @@ def draw_waterfall(report: Report) -> Html | None:
         return None
     names: list[str] = []
     with plots.styled():
-        figure, axes = plots.new_figure(ROW * sum(len(stages) + 1 for *_, stages in groups) + 0.9)
+        figure, axes = plots.new_figure(ROW * sum(len(stages) + 1 for *_, stages in groups) + 1.1)
         for name, colour, stages in groups:
             names.append(name)
             for stage, (snr_db, gate_db) in stages.items():
