@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.cores import APART_NS, Cores
 from pom_edge.runtimes.timing import p90
+from pom_edge.system import usable_cores
 
 PAUSE_S = 0.02
 WARM_UPS = 3
@@ -49,7 +50,6 @@ __all__ = [
     "ratio",
     "rows",
     "spread",
-    "usable_cores",
     "writable",
     "write_json",
 ]
@@ -87,11 +87,6 @@ def _threads(text: str) -> int:
             f"{number} threads on {cores} core{'s' if cores > 1 else ''} that this process may use"
         )
     return number
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def writable(text: str) -> Path:

@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,6 +21,7 @@ import typer
 from pom_edge.bundle import MANIFEST, is_bundle
 from pom_edge.errors import InputError, MissingToolError, PomError
 from pom_edge.metric import Metric
+from pom_edge.words import parse_lengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -444,7 +446,7 @@ def bench_command(
     with Progress(quiet=as_json) as progress:
         report = bench(
             bundle,
-            None if tokens is None else [_number(part, "--tokens", int) for part in tokens.split(",")],
+            None if tokens is None else parse_lengths(tokens, "--tokens"),
             batch,
             runtime=runtime or "ort",
             threads=threads,
@@ -457,6 +459,7 @@ def bench_command(
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_bench(report)
+    _say_notes(report.notes)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -496,7 +499,7 @@ def report_command(
     with Progress(quiet=as_json) as progress:
         report = collect(
             bundle,
-            None if tokens is None else [_number(part, "--tokens", int) for part in tokens.split(",")],
+            None if tokens is None else parse_lengths(tokens, "--tokens"),
             batch,
             threads=threads,
             rounds=rounds,
@@ -508,18 +511,23 @@ def report_command(
         progress.step("draw the page")
         text = render(report)
     replace_file(place, text.encode())
+    left_out = [] if report.bench is None else [asdict(each) for each in report.bench.left_out]
     if as_json:
-        print(json.dumps({"report": str(place), "bytes": len(text.encode()), "measured": report.bench is not None}, indent=2))
+        made = {"report": str(place), "bytes": len(text.encode()), "measured": report.bench is not None, "left_out": left_out}
+        print(json.dumps(made, indent=2))
     else:
         print(place)
+    _say_notes([] if report.bench is None else report.bench.notes)
 
 
-N = TypeVar("N", int, float)
+def _say_notes(notes: list[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
-def _number(text: str, option: str, kind: Callable[[str], N]) -> N:
+def _number(text: str, option: str) -> float:
     try:
-        return kind(text)
+        return float(text)
     except ValueError:
         raise InputError(f"{option} holds {text!r}; expected a number") from None
 
@@ -529,7 +537,7 @@ def _floors(text: str | None) -> dict[str, float]:
     pairs = [] if text is None else [part.partition("=") for part in text.split(",")]
     if not all(equals for _, equals, _ in pairs) or len({name.strip() for name, _, _ in pairs}) < len(pairs):
         raise InputError(f"--floor is {text!r}; expected snr=DB, ratio=TIMES, or both with a comma, each once")
-    return {name.strip(): _number(value, f"--floor {name.strip()}", float) for name, _, value in pairs}
+    return {name.strip(): _number(value, f"--floor {name.strip()}") for name, _, value in pairs}
 
 
 @app.command()

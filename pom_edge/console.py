@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.status import Status
-from rich.table import Table
 
 from pom_edge.engine_options import COMPILED
+from pom_edge.grid import print_grid
 from pom_edge.system import human_bytes
+from pom_edge.words import counted, say_settings
 
 if TYPE_CHECKING:
     from pom_edge.outcome import ExportReport
@@ -100,16 +101,13 @@ class TokenProgress:
 def print_memory(report: MemoryReport) -> None:
     """Prediction beside measurement, line by line."""
     print(f"{report.file}: {_tokens(report.tokens)}, batch {report.batch}")
-    table = Table()
-    for name in ("", "predicted", "measured"):
-        table.add_column(name, justify="left" if not name else "right")
-    found = report.to_dict()
+    found, rows = report.to_dict(), []
     for name in ("runtime", "weights", "io", "activations", "total"):
         measured = found["measured_bytes"]
-        table.add_row(
-            name, human_bytes(found["predicted_bytes"][name]), human_bytes(measured[name]) if measured else "not measured"
+        rows.append(
+            [name, human_bytes(found["predicted_bytes"][name]), human_bytes(measured[name]) if measured else "not measured"]
         )
-    _console().print(table)
+    print_grid(_console(), ["", "predicted", "measured"], rows, text={0})
     if report.unmeasured:
         print(f"not measured: {report.unmeasured}")
     if report.budget is not None:
@@ -127,25 +125,25 @@ def _console() -> Console:
 
 def print_export(report: ExportReport) -> None:
     """The closing table and the next commands."""
-    table = Table(title=str(report.bundle), title_justify="left")
-    for name in ("target", "precision", "file", "size", "parity", "worst mixer", "memory", "time", "against fp32"):
-        table.add_column(name, no_wrap=True)
+    rows = []
     for artifact in report.artifacts:
         parity, mixer = artifact.parity or {}, (artifact.parity or {}).get("worst_mixer")
-        table.add_row(
-            artifact.target,
-            artifact.precision,
-            artifact.file,
-            human_bytes(artifact.bytes),
-            f"{parity['snr_db']:.1f} dB (gate {parity['gate_db']:g})" if parity else "none",
-            f"{mixer['snr_db']:.1f} dB" if mixer else "-",
-            human_bytes(artifact.memory["total_bytes"]) if artifact.memory else "not measured",
-            "not run" if artifact.run_ms is None else f"{artifact.run_ms:.1f} ms",
-            _speed(artifact.speedup),
+        rows.append(
+            [
+                artifact.file,
+                artifact.target,
+                artifact.precision,
+                human_bytes(artifact.bytes),
+                f"{parity['snr_db']:.1f} dB (gate {parity['gate_db']:g})" if parity else "none",
+                f"{mixer['snr_db']:.1f} dB" if mixer else "-",
+                human_bytes(artifact.memory["total_bytes"]) if artifact.memory else "not measured",
+                "not run" if artifact.run_ms is None else f"{artifact.run_ms:.1f} ms",
+                _speed(artifact.speedup),
+            ]
         )
-    console = _console()
-    if report.artifacts:
-        console.print(table)
+    headers = ["file", "target", "precision", "size", "parity", "worst mixer", "memory", "time", "against fp32"]
+    if rows:
+        print_grid(_console(), headers, rows, text={0}, title=str(report.bundle))
     for artifact in report.artifacts:
         if artifact.run_ms is None:
             print(f"{artifact.file}: {artifact.verified}")
@@ -194,22 +192,22 @@ def say_metric(entry: dict[str, Any]) -> str:
 
 def print_check(report: CheckReport) -> None:
     """One row for each output, and for each layer when they were compared."""
-    table = Table(title=report.bundle, title_justify="left")
-    for name in ("artifact", "runtime", "value", "SNR", "gate", "max rel", "NaN/Inf", ""):
-        table.add_column(name, no_wrap=True)
-    for artifact in report.artifacts:
-        for name, metrics in [*artifact.outputs.items(), *artifact.layers.items()]:
-            table.add_row(
-                artifact.file,
-                artifact.runtime,
-                name,
-                f"{metrics.snr_db:.1f} dB",
-                f"{artifact.gate_db:g} dB",
-                f"{metrics.max_rel:.1e}",
-                str(metrics.nonfinite),
-                "ok" if metrics.passes(artifact.gate_db) else "FAILED",
-            )
-    _console().print(table)
+    rows = [
+        [
+            artifact.file,
+            artifact.runtime,
+            name,
+            f"{metrics.snr_db:.1f} dB",
+            f"{artifact.gate_db:g} dB",
+            f"{metrics.max_rel:.1e}",
+            str(metrics.nonfinite),
+            "ok" if metrics.passes(artifact.gate_db) else "FAILED",
+        ]
+        for artifact in report.artifacts
+        for name, metrics in [*artifact.outputs.items(), *artifact.layers.items()]
+    ]
+    headers = ["artifact", "runtime", "value", "SNR", "gate", "max rel", "NaN/Inf", ""]
+    print_grid(_console(), headers, rows, text={0, 1, 2}, title=report.bundle)
     for artifact in report.artifacts:
         if artifact.metric is not None:
             print(say_metric(artifact.metric))
@@ -257,19 +255,15 @@ def print_info(facts: dict[str, Any]) -> None:
 def print_quantization(found: dict[str, Any]) -> None:
     """What became of each layer or weight, and what it costs alone."""
     if "layers" in found:
-        data = f"{found['samples']} samples ({found['calibration']})"
+        data = f"{counted(found['samples'], 'sample')} ({found['calibration']})"
         said = f"calibrated on {data}, {found['observer']}, {found['weights']} weights"
         rows = [(r["layer"], r["why"] or _KINDS[r["kind"]], r["snr_db"]) for r in found["layers"]]
     else:
         said, floats = "weights alone as integers", found.get("kept_float", [])
         rows = [(r["name"], f"{r['bits']} bits", r["snr_db_alone"]) for r in found["weights"]]
         rows += [(name, "kept in float", None) for name in floats]
-    table = Table(title=said, title_justify="left")
-    for name in ("layer", "kept as", "SNR alone"):
-        table.add_column(name, overflow="fold")
-    for layer, kept, alone in rows:
-        table.add_row(layer, kept, "-" if alone is None else f"{alone:.1f} dB")
-    _console().print(table)
+    cells = [[layer, kept, "-" if alone is None else f"{alone:.1f} dB"] for layer, kept, alone in rows]
+    print_grid(_console(), ["layer", "kept as", "SNR alone"], cells, text={0, 1}, title=said)
 
 
 _KINDS = {"gemm": "INT8", "weight": "INT8 weight", "float": "kept in float"}
@@ -278,23 +272,8 @@ _KINDS = {"gemm": "INT8", "weight": "INT8 weight", "float": "kept in float"}
 def print_bench(report: BenchReport) -> None:
     """One row for each artifact and length."""
     rate = None if report.gflops is None else f"FP32 matrix products of this processor: {report.gflops:,.1f} GFLOP/s"
-    table = Table(title=rate, title_justify="left")
-    for name in (
-        "artifact",
-        "tokens",
-        "batch",
-        "median",
-        "p90",
-        "tokens/s",
-        "of GEMM rate",
-        "times GEMM",
-        "against fp32",
-        "memory",
-        "SNR",
-    ):
-        table.add_column(name, no_wrap=True, justify="left" if name == "artifact" else "right")
-    for row in report.rows:
-        table.add_row(
+    rows = [
+        [
             row.file,
             f"{row.tokens:,}",
             str(row.batch),
@@ -306,10 +285,14 @@ def print_bench(report: BenchReport) -> None:
             _speed(row.against_fp32),
             "not measured" if row.peak_bytes is None else human_bytes(row.peak_bytes),
             "-" if row.snr_db is None else f"{row.snr_db:.1f} dB",
-        )
-    _console().print(table)
+        ]
+        for row in report.rows
+    ]
+    headers = ["artifact", "tokens", "batch", "median", "p90", "tokens/s", "of GEMM rate", "times GEMM", "against fp32"]
+    print_grid(_console(), [*headers, "memory", "SNR"], rows, text={0}, title=rate)
     if any((row.gemm_share or 0) > 1 for row in report.rows):
         print("over 100 % of the GEMM rate: products in INT8 or of small matrices, or a machine that was busy")
+    print(say_settings(report.settings))
     print(", ".join(f"{key} {_inline(value)}" for key, value in report.machine.items()))
     for sentence in report.failed:
         print(f"below the floor: {sentence}")
@@ -318,16 +301,15 @@ def print_bench(report: BenchReport) -> None:
 def print_ranges(ranges: dict[str, Any]) -> None:
     """How large the values of a half-precision artifact get, module by module, and what stays in FP32."""
     limits = ", ".join(f"|{name}| <= {limit:g}" for name, limit in ranges["assumed_inputs"].items()) or "all inputs"
-    table = Table(title=f"ranges for {limits}", title_justify="left")
-    for name in ("module", "largest", "basis", "in FP32"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for row in ranges["modules"]:
         reasons: dict[str, list[str]] = {}
         for operator, reason in row["fp32"].items():
             reasons.setdefault(reason, []).append(operator)
         listed = "; ".join(f"{', '.join(operators)} ({reason})" for reason, operators in reasons.items())
-        table.add_row(row["module"] or "(model)", f"{row['largest']:.4g}", row["basis"], listed)
-    _console().print(table)
+        rows.append([row["module"] or "(model)", f"{row['largest']:.4g}", row["basis"], listed])
+    headers = ["module", "largest", "basis", "in FP32"]
+    print_grid(_console(), headers, rows, text={0, 2, 3}, title=f"ranges for {limits}")
     print(f"{ranges['half_nodes']} of {ranges['nodes']} floating-point nodes compute in half precision")
 
 
@@ -341,7 +323,7 @@ def _measurement(entry: dict[str, Any]) -> str:
 
 
 def _tokens(count: int | None) -> str:
-    return "inputs of one size" if count is None else f"{count:,} tokens"
+    return "inputs of one size" if count is None else counted(count, "token")
 
 
 def print_doctor(facts: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from pom_edge.errors import GateError
 from pom_edge.export.coreml_weights import STORED
 from pom_edge.gates import Stage, missed
-from pom_edge.progress import Step, counted
+from pom_edge.progress import Step, numbered
 from pom_edge.runtimes.mil_program import MilProgram
 
 STRICTER = 0.8  # of the noise that the sum may have, each time that the whole choice misses the gate: 1 dB
@@ -78,7 +78,7 @@ def choose(exchange: Exchange, evaluate: Callable[[], Stage], gate_db: float, pr
     floats = tried(costs)
     if not missed(floats, gate_db):
         none = _noise(floats)
-        each = counted([*costs], step, "store each weight alone: weight")
+        each = numbered([*costs], step, "store each weight alone: weight")
         extra = {name: np.maximum(_noise(tried(set(costs) - {name})) - none, 0) for name in each}
         limit = 10 ** (-gate_db / 10)
         while len(kept := cheapest(none, extra, costs, limit)) < len(costs):

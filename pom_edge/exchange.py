@@ -39,13 +39,14 @@ def writing_errors(path: Path, remedy: str = "choose another --out") -> Iterator
     try:
         yield
     except OSError as error:
+        absent = "the folder to write into does not exist; create it first"
         reasons = {
             errno.ENOSPC: "the disk is full; free some space",
             errno.EDQUOT: "the disk quota is used up; free some space",
             errno.EACCES: f"no permission to write there; {remedy}",
             errno.EPERM: f"no permission to write there; {remedy}",
             errno.EROFS: f"the file system is read-only; {remedy}",
-            errno.ENOENT: "the folder to write into does not exist; create it first",
+            errno.ENOENT: f"the system makes no file there; {remedy}" if path.parent.is_dir() else absent,  # /proc
             errno.ENOTDIR: f"a part of the path is a file; {remedy}",
         }
         code = error.errno if error.errno is not None else -1

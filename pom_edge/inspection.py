@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pom_edge.jetson import find_jetson, known_bad
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
 from pom_edge.runtimes.cuda_memory import cuda_missing
 from pom_edge.runtimes.tensorrt_library import MODULES, NAMES, library_path, load_tensorrt
-from pom_edge.system import memory_bytes
+from pom_edge.system import memory_bytes, usable_cores
 
 # what each target needs here, and the line that installs it
 NEEDS = {
@@ -165,12 +164,12 @@ def diagnose() -> dict[str, dict[str, Any]]:
 
 
 def machine_facts() -> dict[str, str]:
-    """What a figure measured here depends on, and nothing that names the machine."""
+    """What a figure measured here depends on, and nothing that names the machine; cores are those of this process."""
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
         "processor": _processor(),
-        "cores": str(os.cpu_count()),
+        "cores": str(usable_cores()),
     }
 
 

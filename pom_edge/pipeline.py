@@ -291,6 +291,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
                 cases += more
             if "coreml" in options.targets and not missing:
                 built += build_coreml(builder, options)
+        shared = list(notes)
         notes += [note for each in built for note in each.notes]
         golden, entries = store(cases)
         fields = {
@@ -307,7 +308,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
         }
 
         def finish() -> None:
-            artifacts = [_artifact(each, folder, _own_notes(each, notes, lint_notes)) for each in built]
+            artifacts = [_artifact(each, folder, _own_notes(each, shared, lint_notes)) for each in built]
             finish_bundle(folder, {**fields, "artifacts": artifacts}, golden)
 
         finish()
@@ -350,8 +351,11 @@ def _fixed_builder(
 
 
 def _own_notes(built: Built, notes: list[str], of_graphs: list[str]) -> list[str]:
-    """What the manifest says of an artifact: rules of ONNX graphs are none of a package's, and the other way round."""
-    package = built.made.target == "coreml"
+    """What the manifest says of an artifact: its own notes, and those of the export that are about its kind.
+
+    Rules of ONNX graphs are none of a package's, and the other way round.
+    """
+    package, notes = built.made.target == "coreml", list(dict.fromkeys([*notes, *built.notes]))
     own = [note for note in notes if note not in of_graphs] if package else [n for n in notes if not n.startswith("coreml")]
     return [note for note in own if not note.startswith(MEASURED)]
 

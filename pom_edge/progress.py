@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 Step = Callable[[str], None]
 
-__all__ = ["Step", "counted"]
+__all__ = ["Step", "numbered"]
 
 
-def counted(items: Sequence[str], step: Step, what: str) -> Iterator[str]:
+def numbered(items: Sequence[str], step: Step, what: str) -> Iterator[str]:
     """The items, one after the other, while ``step`` is told about each tenth which one it is: ``what 7 of 43``."""
     every = max(1, len(items) // 10)
     for index, item in enumerate(items):

@@ -1,15 +1,16 @@
-"""Facts about this machine's memory, without any dependency."""
+"""Facts about this machine's memory and cores, without any dependency."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _DIGITS = {"B": 0, "KiB": 1, "MiB": 1}  # after the point; 2 beyond
 
-__all__ = ["human_bytes", "memory_bytes", "trim_heap"]
+__all__ = ["human_bytes", "memory_bytes", "trim_heap", "usable_cores"]
 
 
 def memory_bytes() -> tuple[int, int] | None:
@@ -23,6 +24,12 @@ def memory_bytes() -> tuple[int, int] | None:
     if limit is not None and used is not None:
         total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it is bound to (taskset, a container's cpuset), where the system says so."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def human_bytes(count: int) -> str:

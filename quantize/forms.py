@@ -26,7 +26,7 @@ from pom_edge.export.made import Made
 from pom_edge.export.moments import with_moments
 from pom_edge.export.onnx_graph import Traced, translate
 from pom_edge.export.reference import Arrays
-from pom_edge.progress import Step, counted
+from pom_edge.progress import Step, numbered
 from pom_edge.quantize.calibration import Calibration
 from pom_edge.quantize.quantize import LayerFacts, Options, Prepared, Quantized
 from pom_edge.quantize.weights import StoredWeight, weight_only
@@ -116,7 +116,7 @@ class FormQuantizer:
         names = list(case.outputs)
         return {
             path: round(worst([measure(truth[n], found[n]) for n in names]).snr_db, 2)
-            for path in counted(self.layers, step, "quantize each layer alone: layer")
+            for path in numbered(self.layers, step, "quantize each layer alone: layer")
             for found in [self.run(case, [path])]
         }
 
@@ -190,7 +190,7 @@ class WeightStore:
         names = [entry.name for entry in self.entries]
         truth = self._run(self._base, folder, case)
         found = {}
-        for name in counted(names, step, "store each weight alone: weight"):
+        for name in numbered(names, step, "store each weight alone: weight"):
             made, _ = self.store({other: 32 for other in names if other != name})
             values = self._run(made, folder, case)
             found[name] = round(min(measure(truth[key], values[key]).snr_db for key in truth), 2)

@@ -10,8 +10,9 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,16 @@ from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
 from pom_edge.runtimes.product import Product
 from pom_edge.runtimes.session import RUNTIMES, Session, fitting_artifacts, open_session
 from pom_edge.runtimes.timing import p90, timed
+from pom_edge.words import counted
 
 TOKENS = (256, 1024, 4096)
 ROUNDS, WARM_UPS = 15, 1
 ENGINES = ("trt", "rtx")  # made by a compiler, maybe elsewhere: "not run" until now, and run here if it can be
 
-__all__ = ["BenchReport", "BenchRow", "bench"]
+PACKAGES = {"coreml": ("coremltools",), "trt": ("tensorrt",), "rtx": ("tensorrt-rtx",)}  # that run artifacts; else:
+ONNX_RUNTIME = ("onnxruntime", "onnxruntime-gpu")
+
+__all__ = ["BenchReport", "BenchRow", "LeftOut", "bench"]
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,23 @@ class BenchRow:
     snr_db: float | None
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """An artifact that was not timed: at one length, or (``tokens`` None) at any."""
+
+    file: str
+    tokens: int | None
+    why: str
+
+
 @dataclass
 class BenchReport:
-    """All rows, and the machine they are from.
+    """All rows, how they were taken, and the machine they are from.
 
     Attributes:
         machine: facts, see :func:`pom_edge.inspection.machine_facts`.
+        settings: runtime, threads (None: the runtime's own choice), batch, rounds and those before them that do not count,
+            versions of the packages that run artifacts here.
         gflops: FP32 matrix products of this processor in ONNX Runtime, with these threads, 10^9 operations a second; None
             where nothing ran on it.
         failed: floors that a row misses, one sentence each.
@@ -79,6 +95,19 @@ class BenchReport:
     gflops: float | None
     rows: list[BenchRow]
     failed: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not timed, one sentence for each artifact and reason."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for each in self.left_out:
+            found.setdefault((each.file, each.why), []).extend([] if each.tokens is None else [each.tokens])
+        return [
+            f"{file} was not timed{f' at {_listed(lengths)}' if lengths else ''}: {why}"
+            for (file, why), lengths in found.items()
+        ]
 
     @property
     def passed(self) -> bool:
@@ -88,7 +117,9 @@ class BenchReport:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values (docs/cli.md)."""
         rows = [asdict(row) for row in self.rows]
-        return {"passed": self.passed, "machine": self.machine, "gflops": self.gflops, "rows": rows, "failed": self.failed}
+        left_out = [asdict(each) for each in self.left_out]
+        about = {"machine": self.machine, "settings": self.settings, "gflops": self.gflops}
+        return {"passed": self.passed, **about, "rows": rows, "left_out": left_out, "failed": self.failed}
 
 
 def bench(
@@ -107,8 +138,8 @@ def bench(
 
     Args:
         path: the ``.pom`` folder.
-        tokens: lengths; those that an artifact does not take are left out for it. None: 256, 1024 and 4096, and the lengths at
-            which artifacts are fixed.
+        tokens: lengths; those that an artifact does not take are left out for it, and the report says so. None: 256, 1024 and
+            4096, and the lengths at which artifacts are fixed.
         batch: sequences.
         runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
         rounds: timed; one more warms up.
@@ -135,6 +166,7 @@ def bench(
     fitting = fitting_artifacts(bundle, runtime)
     rows: list[BenchRow] = []
     rates: list[float] = []
+    left_out: list[LeftOut] = []
     with ExitStack() as stack:
         processor = Product(threads) if runtime == "ort" else None
         sessions = {
@@ -151,11 +183,13 @@ def bench(
             inputs = {}
             for file, session in sessions.items():
                 arrays = _fitting(session, length, batch)
-                if arrays is not None:
+                if isinstance(arrays, str):
+                    left_out.append(LeftOut(file, length, arrays))
+                else:
                     inputs[file] = arrays
             if not inputs:
                 continue
-            step(f"time {len(inputs)} artifacts at {length} tokens")
+            step(f"time {counted(len(inputs), 'artifact')} at {counted(length, 'token')}")
             seconds, found = _rounds({file: sessions[file] for file in inputs}, inputs, rounds, processor)
             rates += found
             for file, taken in seconds.items():
@@ -171,7 +205,34 @@ def bench(
             f"what it takes by itself: --tokens {usual}{'' if batch == 1 else ', and maybe no other --batch than 1'}"
         )
     gflops = round(statistics.median(rates) / 1e9, 1) if rates else None
-    return BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}))
+    settings = _settings(runtime, threads, batch, rounds)
+    left_out = [*_never_run(bundle, runtime, sessions), *left_out]
+    return BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}), settings, left_out)
+
+
+def _settings(runtime: str, threads: int | None, batch: int, rounds: int) -> dict[str, Any]:
+    versions = {}
+    for package in (*PACKAGES.get(runtime, ONNX_RUNTIME), "numpy"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    how = {"runtime": runtime, "threads": threads, "batch": batch, "rounds": rounds, "warm_up_rounds": WARM_UPS}
+    return {**how, "versions": versions}
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    *most, last = lengths
+    return f"{', '.join(f'{length:,}' for length in most)}{' and ' if most else ''}{counted(last, 'token')}"
+
+
+def _never_run(bundle: Bundle, runtime: str, sessions: Mapping[str, Session]) -> list[LeftOut]:
+    """Artifacts that this runtime has not opened at all."""
+    fitting = fitting_artifacts(bundle, runtime)
+    found = []
+    for artifact in bundle.manifest.artifacts:
+        if artifact.file not in sessions:
+            why = artifact.verified if artifact.file in fitting else f"--runtime {runtime} does not take it"
+            found.append(LeftOut(artifact.file, None, bundle.damaged.get(artifact.file, why)))
+    return found
 
 
 def _held(bundle: Bundle) -> str:
@@ -196,15 +257,15 @@ def _fixed(artifact: Artifact) -> list[int]:
     return [n for n in first.shape[1:2] if isinstance(n, int) and len(first.shape) < 4]
 
 
-def _fitting(session: Session, tokens: int, batch: int) -> dict[str, np.ndarray] | None:
-    """Random inputs of that length; None where the artifact does not take it."""
+def _fitting(session: Session, tokens: int, batch: int) -> dict[str, np.ndarray] | str:
+    """Random inputs of that length, or why the artifact does not take it."""
     if session.artifact.tokens not in (None, tokens):
-        return None
+        return f"it has {counted(session.artifact.tokens or 0, 'token')} in every run"
     try:
         arrays = make_arrays(session.artifact, tokens, batch)
         session.run_named(arrays)
-    except InputError:
-        return None
+    except InputError as error:
+        return str(error)
     return arrays
 
 
@@ -276,7 +337,7 @@ def _missed(rows: list[BenchRow], floor: Mapping[str, float]) -> list[str]:
     if "ratio" in floor and not any(row.precision != "fp32" for row in rows):
         failed.append("ratio: nothing but FP32 was timed; export another precision too")
     for row in rows:
-        where = f"{row.file} at {row.tokens} tokens"
+        where = f"{row.file} at {counted(row.tokens, 'token')}"
         if "snr" in floor and (row.snr_db is None or row.snr_db < floor["snr"]):
             failed.append(f"{where}: snr {row.snr_db}, the floor is {floor['snr']:g}")
         if "ratio" in floor and row.precision != "fp32":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,8 @@ from pom_edge.bundle import Artifact, Bundle
 from pom_edge.errors import BundleError, InputError, MissingExtraError, MissingToolError, PomError, require
 from pom_edge.runtimes.processor import int8_saturates
 from pom_edge.runtimes.session import Session
-from pom_edge.system import human_bytes, trim_heap
+from pom_edge.system import human_bytes, trim_heap, usable_cores
+from pom_edge.words import counted
 
 PROVIDER = "CPUExecutionProvider"
 PROVIDERS = {"ort": PROVIDER, "ort-cuda": "CUDAExecutionProvider", "ort-trt": "TensorrtExecutionProvider"}
@@ -81,10 +81,10 @@ def native_session(
         MissingToolError: the wheel that is installed has no such provider.
         InputError: no number of threads, or the provider that runs is not the one asked for.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     most = max(MAX_THREADS, cores)
     if threads is not None and not 1 <= threads <= most:
-        raise InputError(f"threads is {threads:,}; expected 1 to {most}: this machine has {cores} cores")
+        raise InputError(f"threads is {threads:,}; expected 1 to {most}: this process may use {counted(cores, 'core')}")
     ort = _library(provider)
     options = ort.SessionOptions()
     options.enable_mem_pattern = False

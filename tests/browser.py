@@ -39,6 +39,27 @@ CONTRAST = """() => {
   return found;
 }"""
 
+# the smallest text of all figures, in pixels of the page
+SMALLEST = """() => Math.min(...[...document.querySelectorAll('svg text')].map(text => {
+  const matrix = text.getScreenCTM();
+  return parseFloat(getComputedStyle(text).fontSize) * Math.hypot(matrix.a, matrix.b);
+}))"""
+
+# texts of one figure that cover each other: their boxes have some pixels of room above and below the letters
+RUN_INTO = """() => [...document.querySelectorAll('svg')].flatMap(figure => {
+  const texts = [...figure.querySelectorAll('text')].filter(text => text.textContent.trim());
+  const boxes = texts.map(text => text.getBoundingClientRect());
+  return boxes.flatMap((a, i) => boxes.slice(i + 1).flatMap((b, k) =>
+    a.left < b.right && b.left < a.right && a.top + 3 < b.bottom - 3 && b.top + 3 < a.bottom - 3
+      ? [[texts[i].textContent, texts[i + k + 1].textContent]] : []));
+})"""
+
+# texts that stick out of their figure
+CUT = """() => [...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].filter(t => {
+  const a = t.getBoundingClientRect(), b = s.getBoundingClientRect();
+  return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+}).map(t => t.textContent))"""
+
 
 def find_browser() -> str | None:
     """What tests/install_browser.sh brought, or ``playwright install chromium``."""

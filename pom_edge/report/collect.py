@@ -6,6 +6,7 @@ and ``pom-edge memory`` measure them.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -218,20 +219,24 @@ def labels(artifacts: Sequence[Artifact]) -> dict[str, str]:
 
 
 def check_place(out: Path, bundle: Path) -> None:
-    """Refuse a place before anything is measured: a folder, a bundle's inside, a file that is no report.
+    """Refuse a place before anything is measured: a folder, a bundle's inside, a file that is no report, no file at all.
 
     Raises:
         InputError: any of these.
     """
     target = out.resolve()
+    if any((folder / MANIFEST).is_file() for folder in (target, *target.parents)):
+        what = "is a bundle" if (target / MANIFEST).is_file() else "lies inside a bundle"
+        example = bundle.resolve().with_suffix(".html")
+        raise InputError(f"--out {out} {what}, whose files are hashed; expected a file outside, for example {example}")
     if out.is_dir():
         raise InputError(f"--out {out} is a folder; expected the name of a file, for example {out / 'report.html'}")
     if not target.parent.is_dir():
         raise InputError(f"--out {out}: the folder {out.parent} does not exist; create it first")
-    if any((folder / MANIFEST).is_file() for folder in (bundle.resolve(), *target.parents) if folder in target.parents):
-        raise InputError(f"--out {out} lies inside a bundle, whose files are hashed; expected a place outside")
     if out.exists() and not _is_report(out):
         raise InputError(f"--out {out} exists and is not a report of pom-edge; choose another name, or remove it first")
+    with writing_errors(out), tempfile.NamedTemporaryFile(prefix=f".{out.name}.", dir=target.parent):
+        pass  # as the page will be written
 
 
 def _is_report(path: Path) -> bool:

@@ -87,7 +87,7 @@ def draw_waterfall(report: Report) -> Html | None:
         return None
     names: list[str] = []
     with plots.styled():
-        figure, axes = plots.new_figure(ROW * sum(len(stages) + 1 for *_, stages in groups) + 0.9)
+        figure, axes = plots.new_figure(ROW * sum(len(stages) + 1 for *_, stages in groups) + 1.1)
         for name, colour, stages in groups:
             names.append(name)
             for stage, (snr_db, gate_db) in stages.items():
@@ -102,8 +102,8 @@ def draw_waterfall(report: Report) -> Html | None:
             tick.set_fontweight("bold" if index in headings else "normal")
         plots.rows_down(axes, len(names))
         largest = max(max(pair) for *_, stages in groups for pair in stages.values())
-        axes.set_xlim(0, min(largest, SHOWN_DB) * 1.17)
-        axes.set_xlabel("SNR against PyTorch, dB")
+        plots.room_beside(axes, min(largest, SHOWN_DB))
+        axes.set_xlabel("SNR against PyTorch, dB", loc="right")
         plots.mark_label(axes, "gate")
         plots.legend(figure)
         return plots.to_svg(figure, "waterfall", "Parity by stage: signal-to-noise ratio against PyTorch in dB, with gates")
@@ -117,7 +117,7 @@ def draw_mixers(report: Report) -> Html | None:
     mixers = list(dict.fromkeys(name for values in found.values() for name in values))
     colours, names = _colours(report), labels(report.artifacts)
     with plots.styled():
-        figure, axes = plots.new_figure(ROW * len(mixers) + 1.2)
+        figure, axes = plots.new_figure(ROW * len(mixers) + 1.0)
         for index, artifact in enumerate(report.artifacts):
             values = found.get(artifact.file, {})
             points = [(min(max(values[name], 0.0), SHOWN_DB), y) for y, name in enumerate(mixers) if name in values]
@@ -130,7 +130,7 @@ def draw_mixers(report: Report) -> Html | None:
         axes.set_yticks(range(len(mixers)), [plots.shortened(name) for name in mixers])
         plots.rows_down(axes, len(mixers))
         axes.set_xlim(0, 1.05 * max(*gates, *(min(db, SHOWN_DB) for values in found.values() for db in values.values())))
-        axes.set_xlabel("SNR of the mixer's own output, dB")
+        axes.set_xlabel("SNR of the mixer's own output, dB", loc="right")
         plots.legend(figure)
         return plots.to_svg(figure, "mixers", "Signal-to-noise ratio of every mixer's own output, in dB, with gates")
 
@@ -147,10 +147,10 @@ def draw_latency(report: Report) -> Html | None:
         if len({row.tokens for row in rows}) == 1:
             figure, axes = plots.new_figure(ROW * 1.5 * len(rows) + 1.0)
             plots.bars(axes, [(names[r.file], r.median_ms, bound_ms(r), colours[r.file]) for r in rows], "{:,.3g} ms")
-            axes.set_xlabel("median time of a run, ms")
+            axes.set_xlabel("median time of a run, ms", loc="right")
             plots.mark_label(axes, "its matrix products alone")
         else:
-            figure, axes = plots.new_figure(3.5)
+            figure, axes = plots.new_figure(3.0)
             for index, file in enumerate(files):
                 mine = [row for row in rows if row.file == file]
                 x, colour, y = [r.tokens for r in mine], colours[file], [r.median_ms for r in mine]
@@ -169,7 +169,7 @@ def draw_peers(report: Report) -> Html | None:
     if report.peers is None:
         return None
     with plots.styled():
-        figure, axes = plots.new_figure(3.6)
+        figure, axes = plots.new_figure(3.0)
         for index, name in enumerate(report.peers.names):
             points = report.peers.ms(name)
             colour, line = (GATE, (0, (5, 3))) if name == "gemm" else (SERIES[index % 6], "-")
@@ -203,12 +203,12 @@ def draw_memory(report: Report) -> Html | None:
             figure, axes = plots.new_figure(ROW * 1.5 * len(rows) + 1.0)
             bars = [(names[r.file], size(r), measured.get((r.file, r.tokens)), colours[r.file]) for r in rows]
             plots.bars(axes, bars, "{:,.1f} MiB")
-            axes.set_xlim(0, max(1.3 * largest, 1.05 * (budget or 0.0)))
-            axes.set_xlabel(f"predicted: {what}")
+            axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * (budget or 0.0)))
+            axes.set_xlabel(f"predicted: {what}", loc="right")
             if measured:
                 plots.mark_label(axes, "measured")
         else:
-            figure, axes = plots.new_figure(3.5)
+            figure, axes = plots.new_figure(3.0)
             for index, file in enumerate(files):
                 mine, colour = [row for row in rows if row.file == file], colours[file]
                 axes.plot([r.tokens or 1 for r in mine], [size(r) for r in mine], color=colour, label=plain(names[file]))
@@ -234,6 +234,8 @@ def largest_modules(ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def draw_ranges(ranges: Mapping[str, Any], precision: str, key: str) -> Html | None:
     """How large the values of each module can get, on a logarithmic scale, beside what half precision holds."""
+    from matplotlib.ticker import LogLocator
+
     rows = largest_modules(ranges)
     if not rows:
         return None
@@ -247,11 +249,12 @@ def draw_ranges(ranges: Mapping[str, Any], precision: str, key: str) -> Html | N
         if precision != "bf16":
             plots.limit(axes.axvline, FP16_LIMIT, "largest FP16 value, 65,504")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=4))  # "100,000" is wide
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda *_: "")
         axes.set_yticks(range(len(rows)), [plots.shortened(row["module"] or "(model)") for row in rows])
         plots.rows_down(axes, len(rows))
-        axes.set_xlabel("largest magnitude")
+        axes.set_xlabel("largest magnitude", loc="right")
         plots.legend(figure)
         return plots.to_svg(figure, key, f"Largest value of each module, {precision.upper()}")
 

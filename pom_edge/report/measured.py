@@ -6,8 +6,9 @@ from pom_edge.report import parts
 from pom_edge.report.collect import Report, bound_ms, labels
 from pom_edge.report.figures import draw_latency, draw_memory, draw_peers
 from pom_edge.report.markup import Html, element
-from pom_edge.report.peers import NAMES
+from pom_edge.report.peers import NAMES, Peers
 from pom_edge.system import human_bytes
+from pom_edge.words import counted, say_settings
 
 h = element
 LOOSE = (
@@ -55,8 +56,17 @@ def _times(report: Report) -> list[Html | None]:
         else None,
         h("p", LOOSE) if _loose(report) else None,
         *_growth(report),
+        h("p", f"{say_settings(report.bench.settings)}.", class_="quiet"),
+        *_left_out(report),
     ]
     return [parts.pair(text, figure), parts.details("Times as a table", parts.table(headers, rows, numeric=set(range(1, 7))))]
+
+
+def _left_out(report: Report) -> list[Html]:
+    notes = [] if report.bench is None else report.bench.notes
+    if not notes:
+        return []
+    return [h("p", "Left out:"), h("ul", *(h("li", note) for note in notes))]
 
 
 def _loose(report: Report) -> bool:
@@ -88,10 +98,7 @@ def _beside(report: Report) -> list[Html | None]:
                 " shows the figures of a benchmark.",
             )
         ]
-    lengths = sorted({row.tokens for row in peers.rows})
-    values = {name: peers.ms(name) for name in peers.names}
-    rows = [[f"{n:,}", *(parts.ms(of.get(n)) for of in values.values())] for n in lengths]
-    absent = [NAMES[name] for name in NAMES if name not in values]
+    absent = [NAMES[name] for name in NAMES if name not in peers.names]
     text = [
         h("p", "The median time of a run of one mixer, not of this bundle's model, beside what could stand in its place."),
         h(
@@ -99,9 +106,71 @@ def _beside(report: Report) -> list[Html | None]:
             f"From {peers.source}, {f'measured on {peers.machine}' if peers.machine else 'which names no machine'}. ",
             f"Not measured there: {', '.join(absent)}." if absent else None,
         ),
+        parts.facts(peers.settings.items()) if peers.settings else None,
+        *_what_counts(peers),
     ]
-    table = parts.table(["tokens", *(NAMES.get(n, n) for n in values)], rows, numeric=set(range(1, len(values) + 1)))
+    table = _ratio_table(peers) if any(row.ratio for row in peers.rows) else _median_table(peers)
     return [parts.pair(text, draw_peers(report)), parts.details("Peers as a table", table)]
+
+
+def _what_counts(peers: Peers) -> list[Html]:
+    """Which of two figures to believe, and where they disagree."""
+    if not any(row.ratio for row in peers.rows):
+        return []
+    said = [
+        h(
+            "p",
+            "Lines are medians over all rounds. What counts between two of them is the ratio of their times within a round, in "
+            "the table with its spread: whatever slows the machine for a while slows both, and medians may fall into "
+            "different times.",
+        )
+    ]
+    said += [
+        h(
+            "p",
+            f"At {counted(fast.tokens, 'token')} the medians are in the wrong order: within the rounds {_name(fast.what)} is "
+            f"faster than {_name(slow.what)} ({fast.ratio:.2f} and {slow.ratio:.2f} times {_name(fast.against or '')}).",
+        )
+        for fast, slow in peers.contradictions
+    ]
+    if peers.states:
+        states = " Together: the cores share a cache; apart: they do not." if {*peers.states} & {"together", "apart"} else ""
+        said.append(h("p", f"Ratios differ by the state of the cores, so each has its own.{states}"))
+    return said
+
+
+def _name(what: str) -> str:
+    return NAMES.get(what, what)
+
+
+def _median_table(peers: Peers) -> Html:
+    values = {name: peers.ms(name) for name in peers.names}
+    rows = [[f"{n:,}", *(parts.ms(of.get(n)) for of in values.values())] for n in sorted({row.tokens for row in peers.rows})]
+    return parts.table(["tokens", *map(_name, values)], rows, numeric=set(range(1, len(values) + 1)))
+
+
+def _ratio_table(peers: Peers) -> Html:
+    """One row for each peer and length, its time over that of what it is compared with; what no row has is no column."""
+    halves, p90 = any(row.middle_half for row in peers.rows), any(row.p90_ms for row in peers.rows)
+    headers = ["tokens", "what", "median", "p90", "compared with", "ratio", "middle half"]
+    headers += [f"ratio, cores {state}" for state in peers.states]
+    kept = [at for at in range(len(headers)) if (at != 3 or p90) and (at != 6 or halves)]
+    order = {name: place for place, name in enumerate(peers.names)}
+    rows = []
+    for row in sorted(peers.rows, key=lambda r: (r.tokens, order[r.what])):
+        own = [
+            f"{row.tokens:,}",
+            _name(row.what),
+            parts.ms(row.ms),
+            parts.ms(row.p90_ms),
+            parts.NONE if row.against is None else _name(row.against),
+            parts.NONE if row.ratio is None else f"{row.ratio:.2f}",
+            parts.NONE if row.middle_half is None else "{:.2f} to {:.2f}".format(*row.middle_half),
+        ]
+        found = [row.cores.get(state) for state in peers.states]
+        own += [parts.NONE if part is None else f"{part.ratio:.2f} ({counted(part.rounds, 'round')})" for part in found]
+        rows.append([own[at] for at in kept])
+    return parts.table([headers[at] for at in kept], rows, {new for new, old in enumerate(kept) if old not in (0, 1, 4)})
 
 
 def tell_memory(report: Report) -> list[Html | None]:
@@ -146,7 +215,7 @@ def _budget(report: Report) -> Html | None:
     for row in report.memory:
         total = row.predicted if row.measured is None else row.measured
         if total is not None:
-            length = "" if row.tokens is None else f" at {row.tokens:,} tokens"
+            length = "" if row.tokens is None else f" at {counted(row.tokens, 'token')}"
             how = "predicted" if row.measured is None else "measured"
             runs.append((total, f"{names[row.file]}{length}: {human_bytes(total)} {how}"))
     said = f"Budget {human_bytes(report.budget)} for the whole process: "

@@ -12,6 +12,7 @@ from pom_edge.report.measured import tell_latency, tell_memory
 from pom_edge.report.parity import tell_mixers, tell_parity, tell_ranges
 from pom_edge.runtimes.bench import BenchRow
 from pom_edge.system import human_bytes
+from pom_edge.words import counted
 
 h = element
 
@@ -74,25 +75,39 @@ def _summary(report: Report) -> list[Html | None]:
     held = [a for a in compared if a.parity and a.parity.get("passed")]
     rest = len(report.artifacts) - len(held)
     verdict: list[object] = [
-        h("span", f"{len(held)} of {len(report.artifacts)} artifacts", class_="good" if held else "bad"),
+        h("span", f"{len(held)} of {counted(len(report.artifacts), 'artifact')}", class_="good" if held else "bad"),
         " held: PyTorch's answers within the gate of the precision, output by output and mixer by mixer.",
     ]
     if rest:
         verdict += [" ", h("span", f"{rest} {'was' if rest == 1 else 'were'} not compared", class_="bad"), ": see the table."]
     tests = [test for a in compared for test in (a.parity or {}).get("vacuity", [])]
     caught = sum(test["caught"] is True for test in tests)
-    proof = f"{caught} answers were broken on purpose to prove that the gates can fail: all were caught." if caught else None
-    facts = [("Warning", text) for text in report.manifest.warnings]
-    names = labels(report.artifacts)
-    facts += [(names[a.file], note) for a in report.artifacts for note in a.notes]
-    notes = h("details", h("summary", f"Notes of the export ({len(facts)})"), parts.facts(facts)) if facts else None
+    proof = None
+    if caught:
+        broken = "1 answer was" if caught == 1 else f"{caught:,} answers were"
+        proof = (
+            f"{broken} broken on purpose to prove that the gates can fail: {'it was' if caught == 1 else 'all were'} caught."
+        )
+    notes = _notes(report)
     return [
         h("p", *verdict, class_="verdict"),
         h("p", proof) if proof else None,
         _tiles(report),
         _artifacts(report),
-        notes,
+        parts.details(f"Notes of the export ({len(notes)})", parts.facts(notes)) if notes else None,
     ]
+
+
+def _notes(report: Report) -> list[tuple[str, str]]:
+    """Each once, under what it is about: the artifacts that have it, or the bundle where all do."""
+    names = labels(report.artifacts)
+    about: dict[str, list[str]] = {}
+    for artifact in report.artifacts:
+        for note in dict.fromkeys(artifact.notes):
+            about.setdefault(note, []).append(names[artifact.file])
+    facts = [("Warning", text) for text in report.manifest.warnings]
+    shared = len(report.artifacts) if len(report.artifacts) > 1 else 0
+    return facts + [("Bundle" if len(whose) == shared else ", ".join(whose), note) for note, whose in about.items()]
 
 
 def _artifacts(report: Report) -> Html:
@@ -172,7 +187,7 @@ def _smallest(report: Report) -> Tile | None:
 
 
 def _run(report: Report, row: BenchRow) -> str:
-    length = "inputs of one size" if report.is_one_size(row.file) else f"{row.tokens:,} tokens"
+    length = "inputs of one size" if report.is_one_size(row.file) else counted(row.tokens, "token")
     return length if row.batch == 1 else f"{length}, batch {row.batch}"
 
 
@@ -182,6 +197,7 @@ def _environment(report: Report) -> list[Html | None]:
     config = manifest.model.get("config") or {k: v for k, v in manifest.model.items() if not isinstance(v, (dict, list))}
     here = [
         *report.machine.items(),
+        *([] if report.bench is None else report.bench.settings["versions"].items()),
         ("threads", report.threads or "the runtime's own choice"),
         ("measured", parts.moment(report.created)),
     ]

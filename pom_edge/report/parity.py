@@ -10,6 +10,7 @@ from pom_edge.report import parts
 from pom_edge.report.collect import Report, labels
 from pom_edge.report.figures import SHORT, SHOWN_MODULES, draw_mixers, draw_ranges, draw_waterfall, waterfall
 from pom_edge.report.markup import Html, element
+from pom_edge.words import counted
 
 h = element
 
@@ -71,7 +72,7 @@ def tell_mixers(report: Report) -> list[Html | None]:
     )
     return [
         parts.pair([h("p", said)], figure),
-        parts.details(f"{len(mixers)} mixers as a table", table),
+        parts.details(f"{counted(len(mixers), 'mixer')} as a table", table),
         *(_quantized(artifact, names[artifact.file]) for artifact in report.artifacts if artifact.quantization),
     ]
 
@@ -83,7 +84,9 @@ def _quantized(artifact: Artifact, name: str) -> Html | None:
         rows = [
             [h("code", r["layer"]), r["why"] or kinds.get(r["kind"], r["kind"]), parts.db(r["snr_db"])] for r in found["layers"]
         ]
-        title = f"{name}: what became of each layer, calibrated on {found['samples']} samples ({found['calibration']})"
+        title = (
+            f"{name}: what became of each layer, calibrated on {counted(found['samples'], 'sample')} ({found['calibration']})"
+        )
     else:
         rows = [[h("code", r["name"]), f"{r['bits']} bits", parts.db(r["snr_db_alone"])] for r in found.get("weights", [])]
         rows += [[h("code", r), "kept in float", parts.NONE] for r in found.get("kept_float", [])]
@@ -117,7 +120,9 @@ def tell_ranges(report: Report) -> list[Html | None]:
             ("holds for", limits),
             (
                 "proved",
-                f"{proved} of {len(rows)} modules; the others are observed on samples" if proved < len(rows) else "all modules",
+                f"{proved} of {counted(len(rows), 'module')}; the others are observed on samples"
+                if proved < len(rows)
+                else "all modules",
             ),
             ("half precision", f"{ranges['half_nodes']} of {ranges['nodes']} floating-point nodes"),
             ("mixers kept in FP32", ", ".join(ranges.get("kept_fp32", [])) or "none"),
@@ -126,7 +131,7 @@ def tell_ranges(report: Report) -> list[Html | None]:
         made += [
             h("h3", name),
             parts.pair([h("p", f"Largest magnitude inside each module.{shown}"), parts.facts(facts)], figure),
-            parts.details(f"{len(rows)} modules as a table", table),
+            parts.details(f"{counted(len(rows), 'module')} as a table", table),
         ]
     return made
 

@@ -1,12 +1,15 @@
 """How figures are drawn: by matplotlib, as SVG with real text, in the colours of the page, light or dark.
 
-A figure is 432 units wide: a phone shows it at about four fifths, and half of a wide window at full size. Colours are drawn as
-placeholders and then named after the page's CSS variables, so that one figure fits both themes.
+A figure is 360 units wide: a phone of 360 pixels shows it at nine tenths, where its text is still 12 pixels high, and a window
+at six fifths (page.css). Colours are drawn as placeholders and then named after the page's CSS variables, so that one figure
+fits both themes.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import textwrap
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 6.0  # inches of 72 units
-ROW = 0.29  # of one bar, with its distance to the next
+WIDTH = 5.0  # inches of 72 units
+TEXT = 13.5  # units: 12.3 pixels where a phone of 360 shows 328 of them
+ROW = 0.3  # of one bar, with its distance to the next
+LETTER = 0.58  # mean width of one, in heights of the text
+AXIS = 0.75  # of the figure's width, beside the labels of the other axis
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
 # placeholder -> variable of page.css; matplotlib writes black as no colour at all, so none is black
@@ -40,14 +46,14 @@ STYLE: Any = {  # a dictionary, whose keys are typed one by one in some versions
     "svg.hashsalt": "pom-edge",
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same layout everywhere
-    "font.size": 13,
+    "font.size": TEXT,
     "text.color": INK,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": MUTED,
     "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.labelsize": 13,
+    "axes.labelsize": TEXT,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
@@ -55,7 +61,7 @@ STYLE: Any = {  # a dictionary, whose keys are typed one by one in some versions
     "grid.color": LINE,
     "grid.linewidth": 0.8,
     "legend.frameon": False,
-    "legend.fontsize": 13,
+    "legend.fontsize": TEXT,
     "lines.linewidth": 1.8,
     "lines.markersize": 6,
 }
@@ -75,6 +81,7 @@ __all__ = [
     "mark",
     "mark_label",
     "new_figure",
+    "room_beside",
     "rows_down",
     "shortened",
     "styled",
@@ -109,13 +116,14 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def shortened(name: str, limit: int = 28) -> str:
+def shortened(name: str, limit: int = 22) -> str:
     """The end of a long path says more than its beginning."""
     name = plain(name)
     return name if len(name) <= limit else f"…{name[1 - limit :]}"
 
 
 def rows_down(axes: Axes, count: int) -> None:
+    """Rows from the top. Below them the words of the axis (loc="right") may reach to the left, under the names."""
     axes.set_ylim(count - 0.4, -0.6)
     axes.grid(axis="x")
     axes.tick_params(axis="y", length=0)
@@ -131,7 +139,7 @@ def bars(axes: Axes, rows: Sequence[tuple[str, float, float | None, str]], form:
         beside(axes, max(value, marked or 0.0), y, form.format(value))
     axes.set_yticks(range(len(rows)), [shortened(name) for name, *_ in rows])
     rows_down(axes, len(rows))
-    axes.set_xlim(0, max(max(value, marked or 0.0) for _, value, marked, _ in rows) * 1.3)
+    room_beside(axes, max(max(value, marked or 0.0) for _, value, marked, _ in rows))
 
 
 def mark(axes: Axes, x: float, y: float, half: float) -> None:
@@ -148,18 +156,33 @@ def limit(draw: Any, value: float, label: str | None) -> None:
 
 
 def beside(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center")
+    note = axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center")
+    note.set_in_layout(False)  # room for it is made within the axes, not beside them: see room_beside
+
+
+def room_beside(axes: Axes, largest: float) -> None:
+    """End the horizontal axis of bars, the longest of which is ``largest``, where every figure beside them fits."""
+    figure: Any = axes.figure
+    axes.set_xlim(0, largest or 1.0)
+    figure.draw_without_rendering()  # lays it out: names on the left take what they take
+    box, shares = axes.get_window_extent(), [0.95]
+    for note in axes.texts:
+        words, start = note.get_window_extent(), axes.transData.transform(note.xy)[0]  # type: ignore[attr-defined]
+        reach = words.x1 - start  # from the end of the bar, whatever the scale
+        if start > box.x0:
+            shares.append((box.width - reach) / (start - box.x0))
+    axes.set_xlim(0, (largest or 1.0) / max(min(shares), 0.1))
 
 
 def against_tokens(axes: Axes, lengths: Iterable[int], unit: str, log: bool = True) -> None:
     from matplotlib.ticker import LogLocator
 
-    ticks = _spread(sorted(lengths))
     axes.set_xscale("log")
+    ticks = _spread(sorted(lengths), axes)
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel("tokens")
-    axes.set_ylabel(unit)
+    axes.set_ylabel(textwrap.fill(unit, 18))  # the axis of a small figure has room for no more
     if log:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
@@ -171,15 +194,26 @@ def against_tokens(axes: Axes, lengths: Iterable[int], unit: str, log: bool = Tr
     axes.grid(axis="y")
 
 
-def _spread(lengths: list[int], most: int = 6) -> list[int]:
-    """As many of the lengths as have room on an axis, the last one among them."""
-    step = -(-len(lengths) // most)
-    return lengths[::-1][::step][::-1]
+def _spread(lengths: list[int], axes: Axes) -> list[int]:
+    """As many of the lengths as have room on a logarithmic axis, the last one among them."""
+    low, high = map(math.log, axes.get_xlim())
+    unit = AXIS * 72 * WIDTH / max(high - low, 1e-9)
+    kept: list[int] = []
+    for length in lengths[::-1]:
+        room = (len(f"{length:,}") + len(f"{kept[-1]:,}")) / 2 * LETTER * TEXT + TEXT / 2 if kept else 0.0
+        if not kept or (math.log(kept[-1]) - math.log(length)) * unit >= room:
+            kept.append(length)
+    return kept[::-1]
 
 
 def legend(figure: Figure) -> None:
-    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
-        figure.legend(loc="outside upper left", ncols=2, columnspacing=1.4, handlelength=1.8)
+    names = [name for axes in figure.axes for name in axes.get_legend_handles_labels()[1]]
+    if names:
+        handles = 2 * 2.6 * TEXT + 1.4 * TEXT  # two of them with their distance to the words, and the space between columns
+        columns = 2 if 2 * max(map(len, names)) * LETTER * TEXT + handles <= 72 * WIDTH else 1
+        lines = -(-len(names) // columns)
+        figure.set_figheight(figure.get_figheight() + (lines - 1) * ROW)  # the rows below keep theirs
+        figure.legend(loc="outside upper left", ncols=columns, columnspacing=1.4, handlelength=1.8)
 
 
 def to_svg(figure: Figure, key: str, title: str) -> Html:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser import find_browser
 
-SIZES = {"phone": (390, 844), "window": (1280, 900)}
+SIZES = {"phone": (360, 740), "window": (1280, 900)}
 
 
 @pytest.fixture(scope="module")

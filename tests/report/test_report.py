@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from benchmarks.lockstep import Taken, rows
 from pom_edge.bundle import MANIFEST, Bundle, seal
 from pom_edge.cli import app
 from pom_edge.models import ModelConfig, build_model
@@ -26,15 +29,22 @@ from pom_edge.report.collect import collect, labels
 from pom_edge.report.markup import element
 from pom_edge.report.page import render
 from pom_edge.report.peers import read_peers
-from tests.browser import CONTRAST
+from tests.browser import CONTRAST, CUT, RUN_INTO, SMALLEST
 from tests.bundles import make_bundle
 
 PEERS = [
     {"what": what, "tokens": tokens, "ms": factor * tokens**power, "p90_ms": 2 * factor * tokens**power}
     for what, factor, power in (("GEMM", 0.004, 1), ("ours", 0.005, 1), ("attention", 1e-4, 2), ("torch eager", 0.02, 1))
-    for tokens in (256, 1024, 4096)
+    for tokens in (256, 1024, 4096, 8192, 16384)
 ]
 HOSTILE = "<script>alert(1)</script>\"'&$x^2$ \u0007\u202e 多項式"
+
+
+def _rated(**changed: object) -> str:
+    """The JSON of one row with ratios, some of it changed; None: left out."""
+    row: dict[str, object] = {"what": "ours", "tokens": 4, "ms": 1.0, "against": "ours", "ratio": 1.0}
+    row |= {"ratio_middle_half": [1.0, 1.0], "cores": {"apart": {"rounds": 3, "ms": 1.0, "ratio": 1.0}}, **changed}
+    return json.dumps([{key: value for key, value in row.items() if value is not None}])
 
 
 class Reader(HTMLParser):
@@ -144,6 +154,62 @@ def test_what_was_measured_is_told(page: Path) -> None:
     assert "Budget 1.00 GiB for the whole process: held" in said["memory"] and "64 tokens" in said["memory"]
 
 
+def test_ratios_within_rounds_are_told_and_count_more_than_medians(bundle: Path, tmp_path: Path) -> None:
+    """The file that the benchmarks write, from times where the medians of two say the opposite of every round."""
+    ours = [1.0, 1.0, 1.0, 2.0, 2.2, 2.4, 2.6]
+    cores = ["together"] * 3 + ["apart"] * 4
+    times = {"ours": ours, "GEMM": [t / 2 for t in ours], "published": [0.9, 0.9, 0.9, 1.9, 2.1, 2.3, 9.0]}
+    found = {name: Taken([1e-3 * t for t in taken], taken, cores) for name, taken in times.items()}
+    found["mine"] = Taken([1e-3 * t * (1.1 if t < 2 else 0.9) for t in ours], ours, cores)  # slower in 3 rounds, faster in 4
+    made = rows(found, 256, "ours")
+    made[2]["ms"] = 2.5  # as after a disturbed median: 2.0 is that of ours
+    content = {"machine": "a 9000", "settings": {"d": 384, "repeats": [1, 3], "note": "<i>", "none": None}, "rows": made}
+    (tmp_path / "peers.json").write_text(json.dumps(content))
+    peers = read_peers(tmp_path / "peers.json")
+    page = render(collect(bundle, measured=False, peers=peers))
+    said = Reader.of(page).sections["latency"]
+    assert " d 384 repeats 1, 3 note <i> Lines" in said and "none" not in peers.settings
+    assert "What counts between two of them is the ratio of their times within a round" in said
+    assert "At 256 tokens the medians are in the wrong order: within the rounds published form is faster than ours" in said
+    assert said.count("wrong order") == 1 and len(peers.contradictions) == 1
+    assert "256 unavoidable GEMM 1.00 ms" in said.replace("1 ms", "1.00 ms")
+    assert " ours 0.50 0.50 to 0.50 0.50 (3 rounds) 0.50 (4 rounds)" in said
+    assert " ours 0.90 0.90 to 1.10 1.10 (3 rounds) 0.90 (4 rounds)" in said
+    assert "ratio, cores together ratio, cores apart" in said
+
+
+def test_what_was_not_timed_is_on_the_page(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "a.pom")
+    result = _run(tmp_path / "a.pom", "--rounds", "1", "--tokens", "64,100", "--json")
+    assert result.exit_code == 0 and "note: parallel.fp32.onnx was not timed at 100 tokens: " in result.stderr
+    (left_out,) = json.loads(result.stdout)["left_out"]
+    assert (left_out["file"], left_out["tokens"]) == ("parallel.fp32.onnx", 100)
+    said = Reader.of((tmp_path / "a.html").read_text()).sections
+    assert "Left out: parallel.fp32.onnx was not timed at 100 tokens: " in said["latency"]
+    assert "1 round after 1 round of warm-up, batch 1, threads of the runtime's own choice, onnxruntime " in said["latency"]
+    assert f" onnxruntime {version('onnxruntime')} " in said["environment"]
+
+
+def test_each_note_once_under_what_it_is_about(bundle: Path, tmp_path: Path) -> None:
+    manifest = Bundle.open(bundle).manifest
+    own = [["all", "two"], ["all", "two", "one"], ["all"]]
+    artifacts = [a.model_copy(update={"notes": notes}) for a, notes in zip(manifest.artifacts, own, strict=True)]
+    report = collect(bundle, measured=False)
+    page = render(type(report)(**{**vars(report), "manifest": manifest.model_copy(update={"artifacts": artifacts})}))
+    assert "Notes of the export (3) Bundle all FP32, FP16 two FP16 one " in Reader.of(page).sections["summary"]
+
+
+def test_an_export_says_of_each_artifact_what_is_about_it(tmp_path: Path) -> None:
+    """What became of w4's weights is no note of FP32."""
+    model = build_model(ModelConfig(kind="encoder", dim=32, depth=1, input_dim=12, n_sel_heads=4))
+    example = {"x": torch.randn(2, 24, 12)}
+    report = export_bundle(model, precision=["fp32", "w4"], tokens=24, example_inputs=example, out=tmp_path / "m.pom")
+    full, four = (artifact.notes for artifact in Bundle.open(report.bundle).manifest.artifacts)
+    shared = "linear-cost: not applied, the graph has no free token axis"
+    assert full == [shared] and four[0] == shared and four[1:] == [note for note in report.notes if note.startswith("w4: ")]
+    assert len(four) > 1
+
+
 def test_figures_are_drawn_in_the_colours_of_the_page_and_never_twice_alike(page: Path) -> None:
     reader = Reader.of(page.read_text())
     assert reader.tags["svg"] == 6 and reader.tags["style"] == 1  # stages, mixers, times, peers, memory, one range proof
@@ -192,7 +258,7 @@ def test_a_bundle_that_records_nothing(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert all(line.startswith("[") for line in result.stderr.splitlines())  # steps: no library complains
     said = Reader.of((tmp_path / "tiny.html").read_text()).sections
-    assert "0 of 1 artifacts" in said["summary"] and "1 was not compared" in said["summary"]
+    assert "0 of 1 artifact held" in said["summary"] and "1 was not compared" in said["summary"]
     assert "records no comparison" in said["parity"] and "no figure for each layer" in said["mixers"]
     assert " 64 " in said["latency"] and "256" not in said["latency"]
     assert "Not predicted: the memory of parallel.fp32.onnx cannot be predicted" in said["memory"]
@@ -270,6 +336,15 @@ def test_labels_tell_artifacts_apart(bundle: Path) -> None:
         ('[{"what": "ours", "tokens": true, "ms": 1}]', "row 0 is"),
         ('[{"what": "ours", "tokens": 4, "ms": NaN}]', "row 0 is"),
         ("[7]", "row 0 is 7; expected"),
+        (_rated(against=None), "the ratios of row 0 are"),
+        (_rated(ratio=None), "the ratios of row 0 are"),
+        (_rated(ratio=-1), "the ratios of row 0 are"),
+        (_rated(ratio_middle_half=[2, 1]), "the ratios of row 0 are"),
+        (_rated(ratio_middle_half=3), "the ratios of row 0 are"),
+        (_rated(cores=[1]), "the ratios of row 0 are"),
+        (_rated(cores={"apart": {"rounds": 3}}), "the ratios of row 0 are"),
+        (_rated(cores={"apart": {"rounds": 1.5, "ms": 1, "ratio": 1}}), "the ratios of row 0 are"),
+        ('{"settings": 3, "rows": [{"what": "ours", "tokens": 4, "ms": 1}]}', "settings is 3; expected an object"),
     ],
 )
 def test_a_wrong_file_of_peers_is_one_message(bundle: Path, tmp_path: Path, content: str, message: str) -> None:
@@ -296,12 +371,19 @@ def test_peers_are_read_leniently(tmp_path: Path) -> None:
 def test_bad_places_and_bad_numbers(bundle: Path, tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.html"
     thesis.write_text("<title>thesis</title>")
+    beside = bundle.with_suffix(".html")
     for arguments, message in [
         (("-o", tmp_path), "is a folder; expected the name of a file"),
-        (("-o", bundle / "a.html"), "lies inside a bundle"),
+        (
+            ("-o", bundle / "a.html"),
+            f"lies inside a bundle, whose files are hashed; expected a file outside, for example {beside}",
+        ),
+        (("-o", bundle), f"is a bundle, whose files are hashed; expected a file outside, for example {beside}"),
+        (("-o", "/proc/a.html"), "the system makes no file there" if Path("/proc").is_dir() else "does not exist; create it"),
         (("-o", thesis), "exists and is not a report of pom-edge"),
         (("-o", tmp_path / "no" / "a.html"), "does not exist; create it first"),
         (("-o", tmp_path / "a.html", "--tokens", "ten"), "--tokens holds 'ten'"),
+        (("-o", tmp_path / "a.html", "--tokens", "64,"), "a comma with nothing after it"),
         (("-o", tmp_path / "a.html", "--tokens", "0"), "expected at least 1 of each"),
         (("-o", tmp_path / "a.html", "--budget", "much"), "--budget is 'much'"),
         (("-o", tmp_path / "a.html", "--peers", tmp_path / "none.json"), "cannot be read"),
@@ -336,7 +418,7 @@ def test_without_matplotlib_it_says_what_to_install(bundle: Path, tmp_path: Path
 def test_json(bundle: Path, tmp_path: Path) -> None:
     result = _run(bundle, "--no-bench", "-o", tmp_path / "a.html", "--json")
     assert json.loads(result.stdout) == {
-        "report": str(tmp_path / "a.html"), "bytes": (tmp_path / "a.html").stat().st_size, "measured": False
+        "report": str(tmp_path / "a.html"), "bytes": (tmp_path / "a.html").stat().st_size, "measured": False, "left_out": []
     }  # fmt: skip
 
 
@@ -359,16 +441,29 @@ def test_it_fits_and_can_be_read(view: Any, page: Path, tmp_path: Path) -> None:
         "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect()).map(b => [b.width, b.height])"
     )
     assert all(width >= 320 and height >= 60 for width, height in boxes)
-    smallest = view.evaluate(
-        "Math.min(...[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height))"
-    )
-    assert smallest >= 10  # of a line of text, in pixels of the page
-    cut = """[...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].filter(t => {
-        const a = t.getBoundingClientRect(), b = s.getBoundingClientRect();
-        return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
-    }).map(t => t.textContent))"""
-    assert view.evaluate(cut) == []
+    assert view.evaluate(SMALLEST) >= 12  # pixels of the page
+    assert view.evaluate(RUN_INTO) == []
+    assert view.evaluate(CUT) == []
     view.screenshot(path=tmp_path / "page.png", full_page=True)
+
+
+def test_bars_of_one_length_can_be_read(view: Any, bundle: Path, tmp_path: Path) -> None:
+    """Figures beside bars, and names that are long."""
+    renamed = Bundle.open(bundle).manifest
+    names = {a.file: f"{a.file}-of-a-name-that-is-long" for a in renamed.artifacts}
+    report = collect(bundle, [16], rounds=1, budget=1 << 26)
+    assert report.bench is not None
+    artifacts = [a.model_copy(update={"file": names[a.file], "precision": "fp16"}) for a in renamed.artifacts]
+    bench = dataclasses.replace(report.bench, rows=[dataclasses.replace(r, file=names[r.file]) for r in report.bench.rows])
+    memory = [dataclasses.replace(row, file=names[row.file]) for row in report.memory]
+    changed = dataclasses.replace(
+        report, manifest=renamed.model_copy(update={"artifacts": artifacts}), bench=bench, memory=memory
+    )
+    for number, each in enumerate((report, changed)):
+        (tmp_path / f"{number}.html").write_text(render(each), encoding="utf-8")
+        view.goto((tmp_path / f"{number}.html").as_uri())
+        assert view.evaluate(SMALLEST) >= 12
+        assert view.evaluate(RUN_INTO) == [] and view.evaluate(CUT) == []
 
 
 def test_it_is_used_without_a_mouse(view: Any, page: Path) -> None:

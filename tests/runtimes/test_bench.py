@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -16,7 +21,7 @@ from pom_edge.cli import app
 from pom_edge.errors import InputError
 from pom_edge.models import ModelConfig, build_model
 from pom_edge.pipeline import export_bundle
-from pom_edge.runtimes.bench import _default_lengths, _missed, bench, gemm_operations
+from pom_edge.runtimes.bench import BenchReport, LeftOut, _default_lengths, _missed, bench, gemm_operations
 from pom_edge.runtimes.timing import p90
 from tests.bundles import make_bundle
 
@@ -135,3 +140,44 @@ def test_no_artifact_of_that_length(tmp_path: Path) -> None:
         InputError, match=r"no artifact of m.pom runs here with 16 tokens and batch 1; what it takes by itself: --tokens \d+"
     ):
         bench(report, [16])
+
+
+def test_what_is_not_timed_is_said_and_why(bundle: Path, tmp_path: Path) -> None:
+    """Of every artifact: a length that it does not take, and one that this runtime does not run at all."""
+    make_bundle(tmp_path / "a.pom")  # takes 1 to 64 tokens
+    arguments = ["bench", str(tmp_path / "a.pom"), "--tokens", "64,100,200", "--rounds", "1", "--floor", "ratio=1", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    report = json.loads(result.stdout)
+    assert [row["tokens"] for row in report["rows"]] == [64]
+    assert [(each["file"], each["tokens"]) for each in report["left_out"]] == [("parallel.fp32.onnx", n) for n in (100, 200)]
+    assert all("64" in each["why"] for each in report["left_out"])
+    assert "note: parallel.fp32.onnx was not timed at 100 tokens: " in result.stderr
+    assert result.exit_code == 1 and report["failed"] != [], "a floor is held on what ran, and the notes are printed too"
+    (bf16,) = bench(bundle, [16], rounds=1).left_out
+    assert (bf16.file, bf16.tokens) == ("parallel.bf16.onnx", None) and "not run" in bf16.why
+
+
+def test_one_note_for_one_reason() -> None:
+    left_out = [LeftOut("a", 7, "no"), LeftOut("b", None, "never"), LeftOut("a", 1024, "no"), LeftOut("a", 2, "why")]
+    assert BenchReport({}, None, [], [], left_out=[LeftOut("c", 1, "no")]).notes == ["c was not timed at 1 token: no"]
+    assert BenchReport({}, None, [], [], left_out=left_out).notes == [
+        "a was not timed at 7 and 1,024 tokens: no", "b was not timed: never", "a was not timed at 2 tokens: why"
+    ]  # fmt: skip
+
+
+def test_it_says_how_it_was_run(bundle: Path) -> None:
+    arguments = ["bench", str(bundle), "--tokens", "16", "--rounds", "3", "--threads", "1"]
+    settings = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["settings"]
+    versions = {"onnxruntime": onnxruntime.__version__, "numpy": np.__version__}
+    assert settings == {
+        "runtime": "ort", "threads": 1, "batch": 1, "rounds": 3, "warm_up_rounds": 1, "versions": versions
+    }  # fmt: skip
+    said = f"3 rounds after 1 round of warm-up, batch 1, 1 thread, onnxruntime {onnxruntime.__version__}, numpy"
+    assert said in CliRunner().invoke(app, arguments).stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code += "from pom_edge.inspection import machine_facts; print(machine_facts()['cores'])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
