@@ -90,7 +90,8 @@ def read_calibration(subject: Subject, options: ExportOptions) -> tuple[Calibrat
             raise InputError(NO_DATA.format(names=", ".join(example), array=f"{next(iter(example))}=batch"))
     tokens = Extent.parse(options.tokens, "--tokens") if options.form in (None, "parallel") else Extent()
     axes = plan_axes(example, Extent(), tokens)
-    data = load_calibration(source, example, axes)
+    masks = [name for name in ("mask",) if name in example and subject.info.get("kind") == "encoder"]  # optional there
+    data = load_calibration(source, example, axes, masks)
     if source is subject.samples:
         data.source = "the checkpoint's own samples"
     return data, axes

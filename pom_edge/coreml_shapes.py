@@ -41,7 +41,8 @@ def shape_notes(options: ExportOptions, fixed: ExportOptions, subject: Subject) 
         text = f"coreml: fixed at a batch of {fixed.batch}; --batch N chooses another"
         text += ", and a session takes any number, one part after the other" if options.form == "parallel" else ""
         return [text] if own_number and not traced and options.form != "streamed" else []
-    step = " a step" if options.form == "recurrent" else " (as in the example)"
+    own = "config" in subject.info and options.example is None  # then the example is made up, whatever the samples are
+    step = " a step" if options.form == "recurrent" else " (the default length)" if own else " (as in the example)"
     said = [_counted(int(fixed.tokens), "token") + step]
     if CONTEXT in names:
         said.append(f"a context of {axis_sizes(example, axes)[CONTEXT]}")

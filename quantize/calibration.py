@@ -7,7 +7,7 @@ module:callable              returns or yields batches: arrays by input name, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,10 @@ class Calibration:
 
 
 def load_calibration(
-    source: str | Path | Mapping[str, Any] | Iterable[Any], example: Mapping[str, Tensor], axes: Axes
+    source: str | Path | Mapping[str, Any] | Iterable[Any],
+    example: Mapping[str, Tensor],
+    axes: Axes,
+    masks: Collection[str] = (),
 ) -> Calibration:
     """Read calibration data and check it against a model's inputs.
 
@@ -55,6 +58,7 @@ def load_calibration(
         source: a file, a folder, ``"module:callable"``, a mapping of arrays, or batches.
         example: one example of each input.
         axes: of the inputs: free axes by name, others as numbers.
+        masks: padding masks (B, N) that a batch may leave out: then every token of the first input counts.
 
     Raises:
         InputError: nothing to read, no data, or data that does not fit the model: another name, dtype or shape, NaN, infinity,
@@ -65,7 +69,11 @@ def load_calibration(
     for where, batch in _batches(source, example, label):
         if len(batches) == MAX_BATCHES:
             raise InputError(f"{label} gives more than {MAX_BATCHES} batches; a few hundred samples are enough")
-        batches.append(_checked(named_inputs(batch, where), example, axes, where))
+        found_here = named_inputs(batch, where)
+        first = found_here.get(next(iter(example)))
+        if first is not None and first.ndim >= 2:
+            found_here |= {name: torch.ones(first.shape[:2]) for name in masks if name not in found_here}
+        batches.append(_checked(found_here, example, axes, where))
     if not batches:
         raise InputError(f"{label} holds no data; expected batches of the inputs {_listed(example)}")
     name = _source_name(source) if isinstance(source, (str, Path)) else "given arrays"

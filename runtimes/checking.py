@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from pom_edge.runtimes.layers import first_divergence
 from pom_edge.runtimes.parity import GATES_DB, Metrics, Vacuity, compare, prove_not_vacuous, summarise, worst
 from pom_edge.runtimes.session import Session, fitting_artifacts, open_session
 
-ANYWHERE = {"ort": "onnxruntime", "coreml": "coremltools"}  # what runs on any machine, and the module that it takes
+ANYWHERE = ("ort", "coreml")  # what runs on any machine
 
 __all__ = ["ArtifactCheck", "CheckReport", "check_bundle", "check_session"]
 
@@ -152,9 +151,10 @@ def check_bundle(
 ) -> CheckReport:
     """Open and check a bundle; arguments as in :func:`open_session` and :func:`check_session`.
 
-    Every artifact that the runtime could execute is checked, unless one is named; without a runtime, every graph and package
-    that one here could. Engines belong to one kind of GPU: they are checked where their runtime is named. An engine that is
-    damaged is reported beside what else was checked, and so is an artifact whose runtime takes a package that is missing here.
+    Every artifact that the runtime could execute is checked, unless one is named; without a runtime, every graph and package.
+    Engines belong to one kind of GPU: they are checked where their runtime is named. An engine
+    that is damaged is reported beside what else was checked, and so is an artifact whose runtime takes a
+    package that is missing here.
     """
     files: list[str | None] = [artifact]
     damaged: dict[str, str] = {}
@@ -163,7 +163,7 @@ def check_bundle(
         targets = COMPILED if runtime is None else (runtime,)
         broken = [a for a in bundle.manifest.artifacts if a.file in bundle.damaged and a.target in targets]
         damaged = {each.file: bundle.damaged[each.file] for each in broken}
-        runtimes = [name for name, module in ANYWHERE.items() if find_spec(module)] if runtime is None else [runtime]
+        runtimes = ANYWHERE if runtime is None else (runtime,)
         files = [file for name in runtimes for file in fitting_artifacts(bundle, name)] or files  # none: the session says why
     reports, skipped = [], dict[str, MissingExtraError]()
     for file in files:

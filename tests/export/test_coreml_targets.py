@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,10 @@ def test_beside_graphs_every_artifact_is_checked(tmp_path: Path, monkeypatch: py
         assert session.artifact.file == graph
     with open_session(out, artifact=package) as session:
         assert EVALUATED in session.runtime
-    monkeypatch.setattr("pom_edge.runtimes.checking.find_spec", lambda name: None if name == "coremltools" else name)
-    assert [each.file for each in check_bundle(out).artifacts] == [graph]
+    monkeypatch.setitem(sys.modules, "coremltools", None)
+    without = check_bundle(out)
+    assert [each.file for each in without.artifacts] == [graph]
+    assert list(without.skipped) == [package] and "pom-edge[coreml]" in without.skipped[package]
 
 
 def _model(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
