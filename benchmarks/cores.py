@@ -46,6 +46,7 @@ class Cores:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if len(self._pair) == 2:
+            self._partner.kill()  # where this process was interrupted, it waits for a byte that never comes
             self._partner.communicate()
             self._cell.close()
             self._file.close()

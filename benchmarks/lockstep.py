@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.cores import APART_NS, Cores
 from pom_edge.runtimes.timing import p90
 from pom_edge.system import usable_cores
+from pom_edge.words import counted
 
 PAUSE_S = 0.02
 WARM_UPS = 3
@@ -83,9 +84,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 def _threads(text: str) -> int:
     number, cores = positive(text), usable_cores()
     if number > cores:
-        raise argparse.ArgumentTypeError(
-            f"{number} threads on {cores} core{'s' if cores > 1 else ''} that this process may use"
-        )
+        raise argparse.ArgumentTypeError(f"{number} threads, and this process may use {counted(cores, 'core')}")
     return number
 
 

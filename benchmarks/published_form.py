@@ -25,7 +25,8 @@ class PublishedForm(nn.Module):
         super().__init__()
         self.qc_proj, self.ag_proj = mixer.qc_proj, mixer.ag_proj
         self.se_bias, self.po_coeff = mixer.se_bias, mixer.po_coeff
-        self.hidden, self.degree, self.heads, self.causal = mixer.hidden, mixer.degree, max(mixer.n_sel_heads, 1), causal
+        self.hidden, self.degree, self.causal = mixer.hidden, mixer.degree, causal
+        self.heads = mixer.n_sel_heads if mixer.n_sel_heads > 1 else mixer.hidden  # else a gate for each channel
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, d) -> (B, N, d)."""

@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pom_edge.errors import BundleError
-from pom_edge.exchange import follow_umask, recover, replaced_folder, writing_errors
+from pom_edge.exchange import follow_umask, recover, replace_file, replaced_folder, writing_errors
 from pom_edge.generated import generate
 from pom_edge.manifest import (
     FORMAT,
@@ -192,20 +191,12 @@ def record_measurement(path: Path, measurement: Measurement) -> None:
     kept = [each for each in bundle.manifest.measurements if each.key != measurement.key]
     content = json.loads(text)
     content["measurements"] = [each.model_dump(mode="json") for each in (*kept, measurement)]
-    with writing_errors(path, COPY_ELSEWHERE):
-        descriptor, name = tempfile.mkstemp(prefix=f".{MANIFEST}.", dir=path)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(seal(content).encode())
-                os.fsync(file.fileno())
-            Path(name).chmod((path / MANIFEST).stat().st_mode)
-            if _manifest_text(path) != text:
-                raise BundleError(
-                    f"{path.name}/{MANIFEST} was written by another process in the meantime; run the command again"
-                )
-            os.replace(name, path / MANIFEST)
-        finally:
-            Path(name).unlink(missing_ok=True)
+
+    def unchanged() -> None:
+        if _manifest_text(path) != text:
+            raise BundleError(f"{path.name}/{MANIFEST} was written by another process in the meantime; run the command again")
+
+    replace_file(path / MANIFEST, seal(content).encode(), COPY_ELSEWHERE, unchanged)
 
 
 def extend_bundle(bundle: Bundle, artifacts: Sequence[Artifact], made: Path) -> None:

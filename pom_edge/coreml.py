@@ -42,7 +42,7 @@ WEIGHTS_ALONE = (
 )
 STEP_TOKENS = 1  # of the recurrent form: one token at a time takes a stream of any length
 
-__all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml", "precision_notes"]
+__all__ = ["build_coreml", "check_coreml", "check_torch", "coreml_options", "fix_axes", "missing_coreml"]
 
 
 def known_target(options: ExportOptions) -> str:
@@ -143,11 +143,6 @@ def missing_coreml(options: ExportOptions, out: Path, step: Step) -> list[dict[s
             raise
         return [{"target": "coreml", "reason": error.reason, "run": f"{error.install}, {again}"}]
     return []
-
-
-def precision_notes(options: ExportOptions) -> list[str]:
-    """What a precision that was asked for is on Core ML, where that is not what it is elsewhere."""
-    return [WEIGHTS_ALONE] if "int8" in options.precisions else []
 
 
 def check_torch() -> list[str]:
@@ -263,6 +258,8 @@ class _CoreML:
         if failed:
             kept, stage = self._with_floats(packages)
             notes = [f"coreml {self._precision}: {', '.join(kept)} kept with float weights, for the gate"]
+        if self._precision == "w8" and "int8" in self._options.precisions:
+            notes = [WEIGHTS_ALONE, *notes]
         notes += [f"coreml {self._precision}: coremltools says: {text}" for text in packages.warnings]
         if ranges is not None:
             ranges["half_share"] = packages.half_share

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pom_edge.extent import Extent
+from pom_edge.words import counted
 
 if TYPE_CHECKING:
     from pom_edge.options import ExportOptions
@@ -43,11 +44,11 @@ def shape_notes(options: ExportOptions, fixed: ExportOptions, subject: Subject) 
         return [text] if own_number and not traced and options.form != "streamed" else []
     own = "config" in subject.info and options.example is None  # then the example is made up, whatever the samples are
     step = " a step" if options.form == "recurrent" else " (the default length)" if own else " (as in the example)"
-    said = [_counted(int(fixed.tokens), "token") + step]
+    said = [counted(int(fixed.tokens), "token") + step]
     if CONTEXT in names:
         said.append(f"a context of {axis_sizes(example, axes)[CONTEXT]}")
     if own_number:
-        said.append(_counted(int(fixed.batch or 1), "sequence"))
+        said.append(counted(int(fixed.batch or 1), "sequence"))
     if traced:
         choice = "a .pt2 takes no --tokens: give an --example of another length, or export the model that it was traced from"
     else:
@@ -75,7 +76,3 @@ def _program_shapes(subject: Subject) -> dict[str, tuple[Any, ...]]:
     names = subject.program.graph_signature.user_inputs
     nodes = (node for node in subject.program.graph.nodes if node.op == "placeholder" and node.name in names)
     return dict(zip(subject.example, (tuple(node.meta["val"].shape) for node in nodes), strict=False))
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -11,10 +11,10 @@ import ctypes
 import errno
 import glob
 import os
+import secrets
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pom_edge.errors import InputError
@@ -74,34 +74,52 @@ def replaced_folder(path: Path, remedy: str = "choose another --out") -> Iterato
         for stale in path.parent.glob(f".{glob.escape(path.name)}.new-*"):
             if _abandoned(stale):
                 shutil.rmtree(stale, ignore_errors=True)  # what a killed run left behind
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-{os.getpid()}-", dir=path.parent))
+    folder = _unused_name(path)
     try:
+        with writing_errors(path, remedy):
+            folder.mkdir(0o700)
         yield folder
         with writing_errors(path, remedy):
-            follow_umask(folder, 0o777)  # mkdtemp makes it private
+            follow_umask(folder, 0o777)  # it was private while it was written
             _sync(folder)
             _put_in_place(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(
+    path: Path, content: bytes, remedy: str = "choose another --out", check: Callable[[], None] | None = None
+) -> None:
     """Write a file beside ``path`` that takes its place when it is whole.
+
+    Args:
+        path: the file.
+        content: of it.
+        remedy: what helps where the place cannot be written.
+        check: called at the last moment; what it raises leaves the old file where it is.
 
     Raises:
         InputError: the place cannot be written, or the disk is full.
     """
-    with writing_errors(path):
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
+    new = _unused_name(path)
+    try:
+        with writing_errors(path, remedy):
+            with open(new, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, path.stat().st_mode if path.exists() else 0o666 & ~_umask())  # mkstemp makes it private
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+            if path.exists():
+                new.chmod(path.stat().st_mode)
+            if check is not None:
+                check()
+            os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _unused_name(path: Path) -> Path:
+    """A name beside ``path``, known before anything bears it: an interrupt right after that can be cleaned up too."""
+    return path.with_name(f".{path.name}.new-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _abandoned(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pom_edge.budget import OverBudgetError, keep_budget
 from pom_edge.building import Builder, Built, read_calibration
 from pom_edge.bundle import Artifact, check_destination, finish_bundle, is_bundle, write_bundle
-from pom_edge.coreml import build_coreml, check_torch, coreml_options, missing_coreml, precision_notes
+from pom_edge.coreml import build_coreml, check_torch, coreml_options, missing_coreml
 from pom_edge.coreml_shapes import shape_notes
 from pom_edge.engine_options import COMPILED
 from pom_edge.errors import GateError, InputError, require
@@ -243,7 +243,7 @@ def export_subject(subject: Subject, options: ExportOptions, out: Path, step: St
 
     start = time.perf_counter()
     missing = missing_coreml(options, out, step)
-    coreml_notes = [*check_torch(), *precision_notes(options)] if "coreml" in options.targets and not missing else []
+    coreml_notes = check_torch() if "coreml" in options.targets and not missing else []
     graphs = [target for target in options.targets if target != "coreml"]
     asked, narrow = options, None  # beside graphs, the packages of fixed shapes have a form of their own
     if "coreml" in options.targets and not graphs:

@@ -21,6 +21,7 @@ from pom_edge.errors import InputError
 from pom_edge.examples import named_inputs
 from pom_edge.export.inputs import Axes
 from pom_edge.imports import call_named
+from pom_edge.words import counted
 
 FEW = 8  # samples below which ranges are a matter of luck
 OUTLYING = 1000.0  # a value this many times the 99.9th percentile of the magnitudes is no measurement
@@ -69,11 +70,7 @@ def load_calibration(
     for where, batch in _batches(source, example, label):
         if len(batches) == MAX_BATCHES:
             raise InputError(f"{label} gives more than {MAX_BATCHES} batches; a few hundred samples are enough")
-        found_here = named_inputs(batch, where)
-        first = found_here.get(next(iter(example)))
-        if first is not None and first.ndim >= 2:
-            found_here |= {name: torch.ones(first.shape[:2]) for name in masks if name not in found_here}
-        batches.append(_checked(found_here, example, axes, where))
+        batches.append(_checked(_masked(named_inputs(batch, where), example, masks), example, axes, where))
     if not batches:
         raise InputError(f"{label} holds no data; expected batches of the inputs {_listed(example)}")
     name = _source_name(source) if isinstance(source, (str, Path)) else "given arrays"
@@ -136,6 +133,14 @@ def _named(batch: Any, example: Mapping[str, Tensor], alone: bool, where: str) -
     return {first: next(iter(batch.values()))} if alone else batch
 
 
+def _masked(batch: dict[str, Tensor], example: Mapping[str, Tensor], masks: Collection[str]) -> dict[str, Tensor]:
+    """With the masks that it left out: every token counts."""
+    first = batch.get(next(iter(example)))
+    if first is None or first.ndim < 2:
+        return batch  # and the check says what is wrong with it
+    return {name: torch.ones(first.shape[:2], dtype=example[name].dtype) for name in masks} | batch
+
+
 def _checked(batch: dict[str, Tensor], example: Mapping[str, Tensor], axes: Axes, where: str) -> dict[str, Tensor]:
     missing, extra = [n for n in example if n not in batch], [n for n in batch if n not in example]
     if missing or extra:
@@ -191,8 +196,7 @@ def _rows(batch: Mapping[str, Tensor], axes: Axes) -> int:
 def _look_at_values(found: Calibration, example: Mapping[str, Tensor], label: str) -> None:
     if found.samples < FEW:
         found.warnings.append(
-            f"calibration on {found.samples} sample{'s' if found.samples > 1 else ''}: ranges of other inputs may be wider; a "
-            "hundred are better"
+            f"calibration on {counted(found.samples, 'sample')}: ranges of other inputs may be wider; a hundred are better"
         )
     for name, like in example.items():
         if not like.is_floating_point() or name == "mask":

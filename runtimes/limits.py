@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -113,11 +113,9 @@ def _words(file: Path) -> list[str]:
 
 def _make_group(parent: Path, total: int) -> Path | None:
     """A group with the limit that a process has entered; None where that does not work."""
+    group = parent / f"pom-edge-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        group = Path(tempfile.mkdtemp(prefix=f"pom-edge-{os.getpid()}-", dir=parent))
-    except OSError:
-        return None
-    try:
+        group.mkdir(0o700)
         _set(group / "memory.max", str(total))
         if (group / "memory.swap.max").exists():
             _set(group / "memory.swap.max", "0")

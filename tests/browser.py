@@ -45,12 +45,12 @@ SMALLEST = """() => Math.min(...[...document.querySelectorAll('svg text')].map(t
   return parseFloat(getComputedStyle(text).fontSize) * Math.hypot(matrix.a, matrix.b);
 }))"""
 
-# texts of one figure that cover each other: their boxes have some pixels of room above and below the letters
+# texts of one figure that touch: their boxes have some pixels of room above and below the letters, and none beside them
 RUN_INTO = """() => [...document.querySelectorAll('svg')].flatMap(figure => {
   const texts = [...figure.querySelectorAll('text')].filter(text => text.textContent.trim());
   const boxes = texts.map(text => text.getBoundingClientRect());
   return boxes.flatMap((a, i) => boxes.slice(i + 1).flatMap((b, k) =>
-    a.left < b.right && b.left < a.right && a.top + 3 < b.bottom - 3 && b.top + 3 < a.bottom - 3
+    a.left < b.right + 3 && b.left < a.right + 3 && a.top + 3 < b.bottom - 3 && b.top + 3 < a.bottom - 3
       ? [[texts[i].textContent, texts[i + k + 1].textContent]] : []));
 })"""
 

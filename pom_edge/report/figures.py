@@ -234,8 +234,6 @@ def largest_modules(ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def draw_ranges(ranges: Mapping[str, Any], precision: str, key: str) -> Html | None:
     """How large the values of each module can get, on a logarithmic scale, beside what half precision holds."""
-    from matplotlib.ticker import LogLocator
-
     rows = largest_modules(ranges)
     if not rows:
         return None
@@ -248,12 +246,9 @@ def draw_ranges(ranges: Mapping[str, Any], precision: str, key: str) -> Html | N
                           label=label)  # fmt: skip
         if precision != "bf16":
             plots.limit(axes.axvline, FP16_LIMIT, "largest FP16 value, 65,504")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(numticks=4))  # "100,000" is wide
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-        axes.xaxis.set_minor_formatter(lambda *_: "")
         axes.set_yticks(range(len(rows)), [plots.shortened(row["module"] or "(model)") for row in rows])
         plots.rows_down(axes, len(rows))
+        plots.powers_of_ten(axes)
         axes.set_xlabel("largest magnitude", loc="right")
         plots.legend(figure)
         return plots.to_svg(figure, key, f"Largest value of each module, {precision.upper()}")

@@ -81,6 +81,7 @@ __all__ = [
     "mark",
     "mark_label",
     "new_figure",
+    "powers_of_ten",
     "room_beside",
     "rows_down",
     "shortened",
@@ -178,9 +179,7 @@ def against_tokens(axes: Axes, lengths: Iterable[int], unit: str, log: bool = Tr
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log")
-    ticks = _spread(sorted(lengths), axes)
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axes.set_xticks([], minor=True)
+    _ticks(axes, sorted(lengths), AXIS * WIDTH)
     axes.set_xlabel("tokens")
     axes.set_ylabel(textwrap.fill(unit, 18))  # the axis of a small figure has room for no more
     if log:
@@ -194,16 +193,31 @@ def against_tokens(axes: Axes, lengths: Iterable[int], unit: str, log: bool = Tr
     axes.grid(axis="y")
 
 
-def _spread(lengths: list[int], axes: Axes) -> list[int]:
-    """As many of the lengths as have room on a logarithmic axis, the last one among them."""
+def powers_of_ten(axes: Axes) -> None:
+    """Ticks of a horizontal axis that becomes logarithmic; whatever stands on its left is drawn already."""
+    axes.set_xscale("log")
+    figure: Any = axes.figure
+    figure.draw_without_rendering()
+    low, high = map(math.log10, axes.get_xlim())
+    _ticks(
+        axes,
+        [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)],
+        axes.get_window_extent().width / figure.dpi,
+    )
+
+
+def _ticks(axes: Axes, values: Sequence[float], width: float) -> None:
+    """As many of the ascending values as have room on a logarithmic axis of so many inches, the last one among them."""
     low, high = map(math.log, axes.get_xlim())
-    unit = AXIS * 72 * WIDTH / max(high - low, 1e-9)
-    kept: list[int] = []
-    for length in lengths[::-1]:
-        room = (len(f"{length:,}") + len(f"{kept[-1]:,}")) / 2 * LETTER * TEXT + TEXT / 2 if kept else 0.0
-        if not kept or (math.log(kept[-1]) - math.log(length)) * unit >= room:
-            kept.append(length)
-    return kept[::-1]
+    unit = 72 * width / max(high - low, 1e-9)
+    kept: list[tuple[float, str]] = []
+    for value in values[::-1]:
+        words = f"{value:,.0f}" if value >= 1 else f"{value:g}"
+        room = (len(words) + len(kept[-1][1])) / 2 * LETTER * TEXT + TEXT / 2 if kept else 0.0
+        if not kept or (math.log(kept[-1][0]) - math.log(value)) * unit >= room:
+            kept.append((value, words))
+    axes.set_xticks([value for value, _ in kept], [words for _, words in kept])
+    axes.set_xticks([], minor=True)
 
 
 def legend(figure: Figure) -> None:

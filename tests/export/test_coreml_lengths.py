@@ -160,6 +160,10 @@ def test_a_mask_and_an_image_in_the_note() -> None:
     assert (
         "12 tokens (as in the example) and 1 sequence; --tokens N, a list (64,256; from iOS18 on)" in _notes(encoder, MASKED)[0]
     )
+    subject = subject_from_model(encoder, ExportOptions(targets=("coreml",), example=MASKED))
+    subject.info["config"] = {}  # as of a checkpoint, whose example is made up
+    options = ExportOptions(targets=("coreml",), form="parallel")
+    assert "12 tokens (the default length)" in shape_notes(options, coreml_options(options, subject), subject)[0]
     digits = pom_edge.load("demos/digits/model.pt")
     assert _notes(digits, {"x": torch.zeros(1, 1, 28, 28)}) == [
         f"coreml: fixed at a batch of 1; --batch N chooses another{PARTS}"

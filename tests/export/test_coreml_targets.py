@@ -147,10 +147,10 @@ def _scales(package: Path) -> list[tuple[int, int]]:
 def test_int8_is_weights_alone_on_core_ml_and_activations_too_beside_it(tmp_path: Path) -> None:
     model, example, data = _model("encoder")
     report = export_bundle(
-        model, ["onnx", "coreml"], ["int8", "w8"], example_inputs=example, calibration=data, out=tmp_path / "a.pom"
+        model, ["onnx", "coreml"], ["int8", "w8", "fp16"], example_inputs=example, calibration=data, out=tmp_path / "a.pom"
     )
-    graphs, package = report.artifacts[:-1], report.artifacts[-1]
-    assert [each.file for each in graphs] == ["parallel.int8.onnx", "parallel.w8.onnx"]
+    graphs, (package, half) = report.artifacts[:-2], report.artifacts[-2:]
+    assert [each.file for each in graphs] == ["parallel.int8.onnx", "parallel.w8.onnx", "parallel.fp16.onnx"]
     assert (package.file, package.precision) == ("parallel.w8.mlpackage", "w8"), "int8 and w8 are one package"
     held = {each.file: each for each in Bundle.open(report.bundle).manifest.artifacts}
     assert held["parallel.int8.onnx"].quantization and not held[package.file].quantization
@@ -161,7 +161,8 @@ def test_int8_is_weights_alone_on_core_ml_and_activations_too_beside_it(tmp_path
     assert sorted(scales) == sorted((count, count) for count in channels.values())
     said = [note for note in report.notes if "--precision int8 is w8 here" in note]
     assert len(said) == 1 and "--precision w8a8" in said[0] and "iOS17" in said[0]
-    assert said[0] in held[package.file].notes and said[0] not in held["parallel.int8.onnx"].notes
+    assert [file for file, artifact in held.items() if said[0] in artifact.notes] == [package.file], "it is about no other"
+    assert half.precision == "fp16"
     assert all(each.passed for each in check_bundle(report).artifacts)
 
 

@@ -37,6 +37,17 @@ def test_files_and_a_folder_of_them(tmp_path: Path, name: str) -> None:
     assert _load(str(tmp_path)).samples == 12
 
 
+def test_a_padding_mask_may_be_left_out_where_the_model_has_one_of_its_own() -> None:
+    x, own = _good()["x"], np.ones((9, 7), np.float32)
+    own[:, 3:] = 0
+    for given, expected in (({"x": x}, np.ones((9, 7))), ({"x": x, "mask": own}, own)):
+        (batch,) = load_calibration(given, EXAMPLE, AXES, ["mask"]).batches
+        assert batch["mask"].dtype == EXAMPLE["mask"].dtype
+        np.testing.assert_array_equal(batch["mask"], expected)
+    with pytest.raises(InputError, match="has the arrays 'x'; expected 'x', 'mask'"):
+        _load({"x": x})
+
+
 def test_npy_is_the_first_input(tmp_path: Path) -> None:
     write_arrays(tmp_path / "x.npy", {"anything": _good()["x"]})
     found = load_calibration(tmp_path / "x.npy", {"features": EXAMPLE["x"]}, {"features": AXES["x"]})

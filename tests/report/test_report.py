@@ -453,7 +453,16 @@ def test_bars_of_one_length_can_be_read(view: Any, bundle: Path, tmp_path: Path)
     names = {a.file: f"{a.file}-of-a-name-that-is-long" for a in renamed.artifacts}
     report = collect(bundle, [16], rounds=1, budget=1 << 26)
     assert report.bench is not None
-    artifacts = [a.model_copy(update={"file": names[a.file], "precision": "fp16"}) for a in renamed.artifacts]
+    modules = [
+        {"module": f"blocks.{i}.mixer.pom_mean.of_a_long_name", "largest": 23.0 * 3.7**i, "basis": "proved", "fp32": {}}
+        for i in range(6)
+    ]  # beside such names a scale that reaches from 23 to 65,504 has little room
+    artifacts = [
+        a.model_copy(
+            update={"file": names[a.file], "precision": "fp16", "ranges": a.ranges and a.ranges | {"modules": modules}}
+        )
+        for a in renamed.artifacts
+    ]
     bench = dataclasses.replace(report.bench, rows=[dataclasses.replace(r, file=names[r.file]) for r in report.bench.rows])
     memory = [dataclasses.replace(row, file=names[row.file]) for row in report.memory]
     changed = dataclasses.replace(

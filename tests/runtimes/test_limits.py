@@ -30,15 +30,14 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "mountinfo").write_text(f"30 24 0:26 / {root} rw,nosuid shared:4 - cgroup2 cgroup2 rw\n")
     for group, handed in ((root, "cpu memory"), (root / "a", "cpu memory"), (root / "a" / "b", "")):
         (group / "cgroup.subtree_control").write_text(handed)
-    make = limits.tempfile.mkdtemp
+    make = Path.mkdir
 
-    def mkdtemp(prefix: str, dir: Path) -> str:
-        group = Path(make(prefix=prefix, dir=dir))
+    def mkdir(group: Path, mode: int = 0o777) -> None:
+        make(group, mode)
         for name in FILES:
             (group / name).write_text("oom 0\noom_kill 0\n" if name == "memory.events" else "")
-        return str(group)
 
-    monkeypatch.setattr(limits.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(limits.Path, "mkdir", mkdir)
     monkeypatch.setattr(limits.Path, "rmdir", lambda self: shutil.rmtree(self))
     return proc
 
@@ -63,6 +62,20 @@ def test_a_child_enters_its_group_before_it_runs(proc: Path) -> None:
         (limit.group / "memory.events").write_text("oom 1\noom_kill 1\n")
         assert limit.killed
     assert not groups(proc)
+
+
+def test_a_group_is_removed_when_interrupted_as_soon_as_it_is_there(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, seen = limits.Path.mkdir, []
+
+    def mkdir(group: Path, mode: int) -> None:
+        make(group, mode)
+        seen.extend(groups(proc))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(limits.Path, "mkdir", mkdir)
+    with pytest.raises(KeyboardInterrupt), memory_limit(1 << 30, proc):
+        pass
+    assert len(seen) == 1 and not groups(proc)
 
 
 def test_a_group_is_removed_when_the_run_fails(proc: Path) -> None:
