@@ -64,7 +64,7 @@ def _run(graph: Graph, x: np.ndarray, **others: np.ndarray) -> np.ndarray:
         {"n_groups": 2},
         {"n_sel_heads": 1},
         {"dim": CHANNEL_BLOCK, "expand": 3, "n_sel_heads": 3},  # three blocks of channels
-        {"dim": 300, "expand": 2, "n_sel_heads": 3},  # 600 channels: blocks of another size
+        {"dim": 400, "expand": 2, "n_sel_heads": 4},  # 800 channels: blocks of another size
         {"clamp_max": None},
     ],
 )
