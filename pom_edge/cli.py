@@ -569,10 +569,11 @@ def info(
 @_reported
 def doctor(as_json: Json = False) -> None:
     """Which runtimes and compilers this machine has, and what is missing for which target."""
-    from pom_edge.console import print_doctor
+    from pom_edge.console import Progress, print_doctor
     from pom_edge.inspection import diagnose
 
-    facts = diagnose()
+    with Progress(quiet=as_json) as progress:
+        facts = diagnose(progress.step)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

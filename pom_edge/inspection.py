@@ -1,4 +1,4 @@
-"""`pom-edge info` and `pom-edge doctor`: facts, gathered without importing what is heavy."""
+"""`pom-edge info` and `pom-edge doctor`: facts, gathered without importing here what is heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 from pom_edge.bundle import Artifact, Bundle, is_bundle
 from pom_edge.errors import InputError, MissingToolError
+from pom_edge.importable import NOT_INSTALLED, import_faults
 from pom_edge.jetson import find_jetson, known_bad
+from pom_edge.progress import Step
 from pom_edge.runtimes.cuda_device import GpuState, find_gpus
 from pom_edge.runtimes.cuda_memory import cuda_missing
 from pom_edge.runtimes.tensorrt_library import MODULES, NAMES, library_path, load_tensorrt
@@ -30,7 +32,6 @@ ENGINES = {  # target, and the line that installs its compiler
     "engines for RTX GPUs (rtx)": ("rtx", "pip install 'pom-edge[rtx]'"),
     "engines (trt)": ("trt", "JetPack's python3-libnvinfer on a Jetson, else pip install 'pom-edge[trt]'"),
 }
-NOT_INSTALLED = "not installed"
 
 __all__ = ["describe", "diagnose", "machine_facts"]
 
@@ -140,12 +141,14 @@ def describe_trtexec(path: Path, artifact: str | None, raw: Path | None) -> dict
     return facts if raw is None else {**facts, "raw": files, "loads": loaded or "no golden case fits these shapes as it is"}
 
 
-def diagnose() -> dict[str, dict[str, Any]]:
+def diagnose(step: Step = lambda _: None) -> dict[str, dict[str, Any]]:
     """Facts about this machine: versions, processor, memory, and what each step is missing."""
     runtimes = ("onnxruntime", "onnxruntime-gpu", "coremltools", "cuda-python")
     packages = ("pom-edge", "torch", "onnx", "onnxscript", *runtimes, "numpy")
     jetson, found = find_jetson(), find_gpus()
     libraries = {target: _library(target) for target in NAMES}
+    step("import what is installed")
+    faults = import_faults(module for modules, _ in NEEDS.values() for module in modules)
     return {
         "machine": {
             **machine_facts(),
@@ -157,7 +160,7 @@ def diagnose() -> dict[str, dict[str, Any]]:
         **({} if jetson is None else {"Jetson": jetson.to_dict()}),
         "packages": {name: _version(name) for name in packages},
         "can do": {
-            **{step: _missing(modules, line) for step, (modules, line) in NEEDS.items()},
+            **{step: _missing({name: faults[name] for name in modules}, line) for step, (modules, line) in NEEDS.items()},
             **_engine_steps(found, libraries),
         },
     }
@@ -214,9 +217,12 @@ def _engine_steps(found: GpuState, libraries: Mapping[str, Any]) -> dict[str, st
     return steps
 
 
-def _missing(modules: tuple[str, ...], install: str) -> str:
-    absent = [name for name in modules if find_spec(name) is None]
-    return "ready" if not absent else f"missing {', '.join(absent)}; run: {install}"
+def _missing(faults: Mapping[str, str], install: str) -> str:
+    """What a step lacks; being listed is not enough: a module is there where it can be imported."""
+    absent = [name for name, fault in faults.items() if fault == NOT_INSTALLED]
+    lacking = [fault for fault in faults.values() if fault not in ("", NOT_INSTALLED)]
+    lacking += [f"missing {', '.join(absent)}; run: {install}"] if absent else []
+    return "; ".join(lacking) or "ready"
 
 
 def _version(package: str) -> str:
