@@ -212,7 +212,9 @@ def export_command(
     refit: Annotated[bool, typer.Option("--refit", help="trt, rtx: weights can be replaced; slower.")] = False,
     version_compatible: Annotated[bool, typer.Option("--version-compatible", help="trt: for later versions; slower.")] = False,
     hardware_compatible: Annotated[bool, typer.Option("--hardware-compatible", help="trt: for other GPUs; slower.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Bundle to write.  [default: <model>.pom beside the model]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Bundle to write.  [default: <model>.pom beside the model]")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing bundle; in place: an engine of other shapes.")
     ] = False,
@@ -304,7 +306,7 @@ def check(
 def run(
     bundle: Bundle,
     input_file: Annotated[Path, typer.Option("--input", help=".npz, .npy or .safetensors with inputs by tensor name.")],
-    output_file: Annotated[Path, typer.Option("--output", help="Where the outputs go, in the same formats.")],
+    output_file: Annotated[Path, typer.Option("--output", "-o", help="Where the outputs go, in the same formats.")],
     runtime: Runtime = None,
     artifact: Artifact = None,
     spill: Spill = None,
