@@ -78,10 +78,10 @@ def not_negative(text: str) -> int:
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """``--threads``, no more than there are cores to run them: more would measure the system's scheduler."""
-    parser.add_argument("--threads", type=_threads, default="2", help="of each runtime")
+    parser.add_argument("--threads", type=threads, default="2", help="of each runtime")
 
 
-def _threads(text: str) -> int:
+def threads(text: str) -> int:
     number, cores = positive(text), usable_cores()
     if number > cores:
         raise argparse.ArgumentTypeError(f"{number} threads, and this process may use {counted(cores, 'core')}")

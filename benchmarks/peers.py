@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from pom_edge.export.lowering import lower
 from pom_edge.models import build_model
 
 BLOCKS = 4
-PEERS = ("ort", "openvino", "torch", "executorch")
+MODULES = {"ort": "onnxruntime", "openvino": "openvino", "torch": "torch", "executorch": "executorch"}
 
 
 def encoders() -> tuple[nn.Module, nn.Module]:
@@ -94,9 +95,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="lengths of the sequence")
     add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=9, help="timed, after one that is not")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="runtimes")
+    parser.add_argument("--peers", nargs="+", choices=MODULES, default=list(MODULES), help="runtimes")
     parser.add_argument("--json", type=writable, help="also write the rows there, for pom-edge report --peers")
     arguments = parser.parse_args()
+    absent = [name for name in arguments.peers if find_spec(MODULES[name]) is None]
+    if absent:
+        parser.error(f"no {', '.join(absent)} here; run make peers and .venv-peers/bin/python, or give --peers without")
     threads = arguments.threads
     print(
         f"{described(threads)}, {arguments.model}, d {DIM}, FP32; medians of {arguments.rounds} rounds (middle half), CPU time"

@@ -433,7 +433,7 @@ def bench_command(
         str | None,
         typer.Option(help="Lengths, with commas.  [default: 256,1024,4096, or the length that artifacts are fixed at]"),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    batch: Annotated[int | None, typer.Option(help="Sequences.  [default: the smallest that is taken]", min=1)] = None,
     rounds: Annotated[int, typer.Option(help="Timed runs of each artifact.", min=1)] = ROUNDS,
     floor: Annotated[str | None, typer.Option(help="snr=DB,ratio=TIMES (FP32's time over the row's): exit 1 below.")] = None,
     runtime: Runtime = None,

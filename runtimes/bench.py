@@ -24,7 +24,7 @@ from pom_edge.errors import InputError
 from pom_edge.formula import evaluate
 from pom_edge.runtimes.memory import free_sizes, make_arrays, measure_peak
 from pom_edge.runtimes.product import Product
-from pom_edge.runtimes.session import RUNTIMES, Session, fitting_artifacts, open_session
+from pom_edge.runtimes.session import BATCH, RUNTIMES, Session, fitting_artifacts, open_session, runtime_of
 from pom_edge.runtimes.timing import p90, timed
 from pom_edge.words import counted
 
@@ -125,7 +125,7 @@ class BenchReport:
 def bench(
     path: str | PathLike[str],
     tokens: Sequence[int] | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     *,
     runtime: str = "ort",
     threads: int | None = None,
@@ -140,7 +140,7 @@ def bench(
         path: the ``.pom`` folder.
         tokens: lengths; those that an artifact does not take are left out for it, and the report says so. None: 256, 1024 and
             4096, and the lengths at which artifacts are fixed.
-        batch: sequences.
+        batch: sequences; None: the smallest that an artifact takes.
         runtime, threads: as in :func:`pom_edge.runtimes.open_session`.
         rounds: timed; one more warms up.
         floor: smallest ``snr`` (dB) and ``ratio`` (``against_fp32``) that a row may have.
@@ -155,7 +155,7 @@ def bench(
     unknown = sorted(set(floor or {}) - {"snr", "ratio"})
     if any(math.isnan(least) for least in (floor or {}).values()):
         raise InputError("--floor holds nan, below which nothing is; expected a number")
-    if unknown or rounds < 1 or min(TOKENS if tokens is None else tokens, default=0) < 1 or batch < 1:
+    if unknown or rounds < 1 or min(TOKENS if tokens is None else tokens, default=0) < 1 or (batch is not None and batch < 1):
         raise InputError(
             f"--floor {', '.join(unknown)} is unknown; expected snr=DB, ratio=TIMES"
             if unknown
@@ -178,6 +178,7 @@ def bench(
             raise InputError(
                 f"{bundle.path.name} holds nothing that is timed with --runtime {runtime}; it holds {_held(bundle)}"
             )
+        batch = smallest_batch(session.artifact for session in sessions.values()) if batch is None else batch
         lengths = _default_lengths(session.artifact for session in sessions.values()) if tokens is None else tokens
         for length in dict.fromkeys(lengths):
             inputs = {}
@@ -198,16 +199,18 @@ def bench(
                 rows.append(
                     _row(sessions[file], length, batch, taken, seconds, None if peak is None else peak.total_bytes, found)
                 )
-    if not rows:
-        usual = ", ".join(map(str, _default_lengths(session.artifact for session in sessions.values())))
-        raise InputError(
-            f"no artifact of {bundle.path.name} runs here with {', '.join(map(str, lengths))} tokens and batch {batch}; "
-            f"what it takes by itself: --tokens {usual}{'' if batch == 1 else ', and maybe no other --batch than 1'}"
-        )
     gflops = round(statistics.median(rates) / 1e9, 1) if rates else None
     settings = _settings(runtime, threads, batch, rounds)
     left_out = [*_never_run(bundle, runtime, sessions), *left_out]
-    return BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}), settings, left_out)
+    report = BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}), settings, left_out)
+    if not rows:
+        usual = ", ".join(map(str, _default_lengths(session.artifact for session in sessions.values())))
+        least = smallest_batch(session.artifact for session in sessions.values())
+        raise InputError(
+            f"no artifact of {bundle.path.name} runs here with {', '.join(map(str, lengths))} tokens and batch {batch}; "
+            f"what it takes by itself: --tokens {usual} --batch {least}. {'; '.join(report.notes)}"
+        )
+    return report
 
 
 def _settings(runtime: str, threads: int | None, batch: int, rounds: int) -> dict[str, Any]:
@@ -236,7 +239,16 @@ def _never_run(bundle: Bundle, runtime: str, sessions: Mapping[str, Session]) ->
 
 
 def _held(bundle: Bundle) -> str:
-    return ", ".join(f"{artifact.file} ({artifact.verified})" for artifact in bundle.manifest.artifacts)
+    artifacts = bundle.manifest.artifacts
+    listed = [f"{each.file} (--runtime {runtime_of(bundle, each.file)}, {each.verified})" for each in artifacts]
+    return ", ".join(listed)
+
+
+def smallest_batch(artifacts: Iterable[Artifact]) -> int:
+    """The smallest that one of them takes."""
+    specs = [artifact.inputs[0] for artifact in artifacts if artifact.inputs]
+    sizes = [dim if isinstance(dim := spec.shape[0], int) else spec.bounds.get(BATCH, (1, None))[0] for spec in specs]
+    return max(min(sizes, default=1), 1)
 
 
 def _default_lengths(artifacts: Iterable[Artifact]) -> list[int]:

@@ -435,7 +435,7 @@ def open_session(
     if runtime is not None and runtime not in RUNTIMES:
         raise InputError(f"unknown runtime {runtime!r}; this version has {', '.join(RUNTIMES)}")
     bundle = Bundle.open(Path(path))
-    runtime = runtime or _runtime_of(bundle, artifact)
+    runtime = runtime or runtime_of(bundle, artifact)
     extension, target = KINDS[runtime]
     chosen = select_artifact(bundle, extension, artifact, target)
     place = None if spill is None else Path(spill)
@@ -456,7 +456,7 @@ def open_session(
     return OnnxRuntimeSession(bundle, chosen, threads, place, runtime)
 
 
-def _runtime_of(bundle: Bundle, name: str | None) -> str:
+def runtime_of(bundle: Bundle, name: str | None) -> str:
     """The runtime that takes the artifact of that name; without a name ONNX Runtime, if the bundle holds something for it."""
     for runtime in RUNTIMES:
         files = fitting_artifacts(bundle, runtime)
@@ -501,13 +501,13 @@ def select_artifact(bundle: Bundle, extension: str, name: str | None, target: st
         return whole[0]
     if found:
         raise BundleError(f"{bundle.damaged[found[0].file]}, or build the engine again: {_rebuild(bundle, found[0])}")
-    listed = ", ".join(f"{each.file} (--runtime {_runtime_of(bundle, each.file)})" for each in artifacts) or "none"
+    listed = ", ".join(f"{each.file} (--runtime {runtime_of(bundle, each.file)})" for each in artifacts) or "none"
     wanted = f"{target.upper()} engine" if target else f"{extension} artifact"
     if name is None:
         raise InputError(f"{bundle.path.name} has no {wanted}; it holds {listed}")
     if any(each.file == name for each in artifacts):
         raise InputError(
-            f"{name} is for --runtime {_runtime_of(bundle, name)}; the runtime asked for takes an {wanted}. "
+            f"{name} is for --runtime {runtime_of(bundle, name)}; the runtime asked for takes an {wanted}. "
             f"{bundle.path.name} holds {listed}"
         )
     raise InputError(f"{bundle.path.name} has no artifact {name!r}; it holds {listed}")

@@ -17,7 +17,7 @@ from pom_edge.errors import InputError
 from pom_edge.exchange import writing_errors
 from pom_edge.inspection import machine_facts
 from pom_edge.report.peers import Peers
-from pom_edge.runtimes.bench import ROUNDS, TOKENS, BenchReport, BenchRow, bench
+from pom_edge.runtimes.bench import ROUNDS, TOKENS, BenchReport, BenchRow, bench, smallest_batch
 from pom_edge.runtimes.measuring import PeakMemory, measure_opened
 from pom_edge.runtimes.memory import SizeError, predict_run, token_count
 from pom_edge.runtimes.session import BATCH
@@ -122,7 +122,7 @@ def collect(
     lengths = list(dict.fromkeys(tokens)) if tokens is not None else _lengths(runs)
     if min(lengths, default=1) < 1 or (batch is not None and batch < 1):
         raise InputError(f"tokens {lengths}, batch {batch}: expected at least 1 of each")
-    batch = _batch(runs) if batch is None else batch
+    batch = smallest_batch(runs) if batch is None else batch
     timed, why = None, "the report was asked for without (--no-bench)"
     if measured and not runs:
         why = "no artifact of the bundle runs in ONNX Runtime"
@@ -175,13 +175,6 @@ def _is_one_size(artifact: Artifact) -> bool:
         return token_count(artifact, None) is None
     except SizeError:  # of any length
         return False
-
-
-def _batch(artifacts: list[Artifact]) -> int:
-    """The smallest that an artifact takes."""
-    specs = [artifact.inputs[0] for artifact in artifacts if artifact.inputs]
-    sizes = [dim if isinstance(dim := spec.shape[0], int) else spec.bounds.get(BATCH, (1, None))[0] for spec in specs]
-    return max(min(sizes, default=1), 1)
 
 
 def _opened(path: Path, file: str, threads: int | None) -> PeakMemory | None:

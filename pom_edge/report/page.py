@@ -156,7 +156,8 @@ def _closest(report: Report) -> Tile | None:
     if not margins:
         return None
     margin, name, artifact = min(margins, key=lambda item: item[0])
-    return "Smallest margin to a gate", f"{margin:.1f} dB", f"{labels(report.artifacts)[artifact.file]}, {name}"
+    shown = f"{margin:.1f} dB" if margin >= 0.1 else "under 0.1 dB"
+    return "Smallest margin to a gate", shown, f"{labels(report.artifacts)[artifact.file]}, {name}"
 
 
 def _metric(report: Report) -> Tile | None:

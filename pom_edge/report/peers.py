@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pom_edge.errors import InputError
+from pom_edge.system import human_bytes
 
 NAMES = {"ours": "ours", "published": "published form", "attention": "fused attention", "gemm": "unavoidable GEMM"}
+MOST_ROWS, MOST_BYTES = 500, 16 << 20
 EXPECTED = (
     'expected {"machine": ..., "rows": [{"what": "ours", "tokens": 4096, "ms": 24.2, "p90_ms": 25.0}, ...]}, with "what" one '
-    "of ours, published, attention, gemm, or a name of your own"
+    "of ours, published, attention, gemm, or a name of your own; numbers above 0 and below 1e15"
 )
 RATIOS = (
     'expected "against": NAME with "ratio": NUMBER, and if you like "ratio_middle_half": [LOW, HIGH] and "cores": {STATE: '
@@ -104,6 +105,10 @@ def read_peers(path: Path) -> Peers:
         InputError: not such a file; says what was found.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"--peers {path} is not a file; {EXPECTED}")
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(f"--peers {path} has {human_bytes(path.stat().st_size)}, too much for a benchmark's; {EXPECTED}")
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"--peers {path} cannot be read: {error.strerror}") from error
@@ -113,6 +118,8 @@ def read_peers(path: Path) -> Peers:
     rows, settings = whole.get("rows"), whole.get("settings")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"--peers {path} holds no rows; {EXPECTED}")
+    if len(rows) > MOST_ROWS:
+        raise InputError(f"--peers {path} holds {len(rows):,} rows; expected {MOST_ROWS} at most, which a page can show")
     if settings is not None and not isinstance(settings, Mapping):
         raise InputError(
             f'--peers {path}: settings is {_shown(settings)}; expected an object of names and values, for example {{"d": 384}}'
@@ -178,7 +185,7 @@ def _number(value: Any) -> float:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e15
 
 
 def _known(what: str) -> str:

@@ -266,8 +266,9 @@ def test_what_only_graphs_have_is_refused_and_a_run_is_called_evaluated(digits: 
         return f"{result.exit_code} {result.stdout}{result.stderr}"
 
     assert "holds no ONNX graph, and memory is known for these" in (said := told("memory", str(digits))) and said[0] == "2"
-    assert f"holds nothing that is timed with --runtime ort; it holds parallel.fp16.mlpackage ({EVALUATED})" in " ".join(
-        told("bench", str(digits)).split()
+    assert (
+        f"holds nothing that is timed with --runtime ort; it holds parallel.fp16.mlpackage (--runtime coreml, {EVALUATED})"
+        in " ".join(told("bench", str(digits)).split())
     )
     np.save(tmp_path / "x.npy", np.zeros((1, 1, 28, 28), np.float32))
     assert EVALUATED in told("run", str(digits), "--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy"))

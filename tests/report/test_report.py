@@ -336,6 +336,12 @@ def test_labels_tell_artifacts_apart(bundle: Path) -> None:
         ('[{"what": "ours", "tokens": true, "ms": 1}]', "row 0 is"),
         ('[{"what": "ours", "tokens": 4, "ms": NaN}]', "row 0 is"),
         ("[7]", "row 0 is 7; expected"),
+        (f'[{{"what": "ours", "tokens": {10**400}, "ms": 1}}]', "row 0 is"),
+        (f'[{{"what": "ours", "tokens": {10**24}, "ms": 1}}]', "row 0 is"),
+        (f'[{{"what": "ours", "tokens": 4, "ms": {10**400}}}]', "numbers above 0 and below 1e15"),
+        (_rated(ratio=10**400), "the ratios of row 0 are"),
+        (json.dumps([{"what": "ours", "tokens": 4, "ms": 1}] * 501), "holds 501 rows; expected 500 at most"),
+        (" " * (17 << 20), "has 17.0 MiB, too much"),
         (_rated(against=None), "the ratios of row 0 are"),
         (_rated(ratio=None), "the ratios of row 0 are"),
         (_rated(ratio=-1), "the ratios of row 0 are"),
@@ -359,6 +365,12 @@ def test_a_wrong_file_of_peers_is_one_message(bundle: Path, tmp_path: Path, cont
 def test_a_report_that_measures_nothing_takes_no_options_of_measuring(bundle: Path, tmp_path: Path, option: str) -> None:
     result = _run(bundle, "--no-bench", option, "8", "-o", tmp_path / "a.html")
     assert result.exit_code == 2 and "--no-bench measures nothing: leave --tokens" in result.stderr
+
+
+def test_peers_from_a_pipe_are_refused_not_waited_for(bundle: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = _run(bundle, "--no-bench", "--peers", tmp_path / "pipe", "-o", tmp_path / "a.html")
+    assert result.exit_code == 2 and "pipe is not a file; expected" in result.stderr
 
 
 def test_peers_are_read_leniently(tmp_path: Path) -> None:

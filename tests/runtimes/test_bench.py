@@ -142,6 +142,16 @@ def test_no_artifact_of_that_length(tmp_path: Path) -> None:
         bench(report, [16])
 
 
+def test_the_batch_is_the_one_that_artifacts_have(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(kind="encoder", dim=8, depth=1, input_dim=4))
+    report = export_bundle(model, example_inputs={"x": torch.randn(2, 8, 4)}, tokens=8, batch=3, out=tmp_path / "m.pom")
+    assert [(row.tokens, row.batch) for row in bench(report, rounds=1).rows] == [(8, 3)]
+    with pytest.raises(
+        InputError, match=r"tokens and batch 2; .* --tokens 8 --batch 3\. parallel.fp32.onnx was not timed at 8 tokens: "
+    ):
+        bench(report, batch=2)
+
+
 def test_what_is_not_timed_is_said_and_why(bundle: Path, tmp_path: Path) -> None:
     """Of every artifact: a length that it does not take, and one that this runtime does not run at all."""
     make_bundle(tmp_path / "a.pom")  # takes 1 to 64 tokens
