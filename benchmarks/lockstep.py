@@ -82,6 +82,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def threads(text: str) -> int:
+    """An argument of 1 or more, up to the cores; argparse says this function's name."""
     number, cores = positive(text), usable_cores()
     if number > cores:
         raise argparse.ArgumentTypeError(f"{number} threads, and this process may use {counted(cores, 'core')}")

@@ -35,7 +35,7 @@ ENGINES = ("trt", "rtx")  # made by a compiler, maybe elsewhere: "not run" until
 PACKAGES = {"coreml": ("coremltools",), "trt": ("tensorrt",), "rtx": ("tensorrt-rtx",)}  # that run artifacts; else:
 ONNX_RUNTIME = ("onnxruntime", "onnxruntime-gpu")
 
-__all__ = ["BenchReport", "BenchRow", "LeftOut", "bench"]
+__all__ = ["BenchReport", "BenchRow", "LeftOut", "bench", "smallest_batch"]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ RUNTIMES = tuple(KINDS)
 BATCH, TOKENS = "batch", "tokens"  # the names of free axes
 MAX_CHUNK = 4096  # tokens that run() gives a recurrent graph at once: bounded memory, and no faster beyond
 
-__all__ = ["RUNTIMES", "Session", "check_spill", "chunk_lengths", "open_session", "select_artifact"]
+__all__ = ["RUNTIMES", "Session", "check_spill", "chunk_lengths", "open_session", "runtime_of", "select_artifact"]
 
 
 class Session(ABC):
