@@ -6,8 +6,8 @@ One mixer (d 384, degree 3, expand 2, 6 heads, FP32, 2 threads), ONNX Runtime: p
 at once), recurrent (a stream in chunks of 1,024), streamed (full context in passes of 1,024). The exponent is the slope of log
 time over log N by least squares: 1 is linear, 2 what attention costs in the end. Decode: single steps at ever later positions,
 and the private memory of the process there. --elsewhere: the parallel and the causal form also by PyTorch itself and, where
-it is installed (make peers), by OpenVINO from the same ONNX file; streams are driven by our own sessions, here ONNX Runtime's.
---plot needs matplotlib.
+they are installed (make peers), by OpenVINO from the same ONNX file and by ExecuTorch (XNNPACK) from the module, lowered for
+each length; streams are driven by our own sessions, here ONNX Runtime's. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.lockstep import Model, add_threads, arguments_of, check, described, measure, positive, writable, write_json
+from benchmarks.peers import save_executorch
 from benchmarks.published_vs_lowered import DEGREE, DIM, EXPAND, HEADS
 from pom_edge import PoM, export_bundle
 from pom_edge.export.forms import LayerModel
@@ -85,20 +86,31 @@ def sequences(sessions: dict[str, Session], lengths: list[int], rounds: int) -> 
 
 def elsewhere(folder: Path, lengths: list[int], threads: int, rounds: int) -> dict[str, list[tuple[int, float]]]:
     """The same for runtimes that have no session of ours, each in a process of its own; held against the ONNX file first."""
-    made: dict[str, Model] = {}
     points: dict[str, list[tuple[int, float]]] = {}
-    for form in ("parallel", "causal"):
-        onnx, module = folder / f"{form}.pom" / "parallel.fp32.onnx", folder / f"{form}.pickle"
-        torch.save(LayerModel(layer(), "causal" if form == "causal" else "none"), module)
-        alike = {"ONNX Runtime": Model("ort", onnx), "PyTorch": Model("eager", module)}
-        if find_spec("openvino") is not None:
-            alike["OpenVINO"] = Model("openvino", onnx)
-        check(alike, min(lengths), DIM, threads, folder)
-        made |= {f"{form}, {runtime}": model for runtime, model in alike.items() if runtime != "ONNX Runtime"}
-    for tokens in lengths:
+    for tokens in sorted(set(lengths)):
+        made: dict[str, Model] = {}
+        for form in ("parallel", "causal"):
+            alike = models(form, tokens, folder)
+            if not points:
+                check(alike, tokens, DIM, threads, folder)
+            made |= {f"{form}, {runtime}": model for runtime, model in alike.items() if runtime != "ONNX Runtime"}
         for what, taken in measure(made, tokens, DIM, threads, rounds).items():
             points.setdefault(what, []).append((tokens, taken.ms / 1e3))
     return points
+
+
+def models(form: str, tokens: int, folder: Path) -> dict[str, Model]:
+    """One form in every runtime that is installed; the ONNX file is there."""
+    onnx, module, program = folder / f"{form}.pom" / "parallel.fp32.onnx", folder / f"{form}.pickle", folder / f"{form}.pte"
+    mixer = LayerModel(layer(), "causal" if form == "causal" else "none")
+    torch.save(mixer, module)
+    made = {"ONNX Runtime": Model("ort", onnx), "PyTorch": Model("eager", module)}
+    if find_spec("openvino") is not None:
+        made["OpenVINO"] = Model("openvino", onnx)
+    if find_spec("executorch") is not None:
+        save_executorch(mixer, tokens, program)
+        made["ExecuTorch"] = Model("executorch", program)
+    return made
 
 
 def decode(session: Session, last: int, repeats: int = 300) -> list[tuple[int, float, int]]:
@@ -154,7 +166,7 @@ def main() -> None:
     parser.add_argument("--last", type=positive, default=1_000_000, help="last position of a decode step: 1,000, 10,000 ..")
     add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=5, help="timed, after one that is not")
-    parser.add_argument("--elsewhere", action="store_true", help="also by PyTorch and OpenVINO")
+    parser.add_argument("--elsewhere", action="store_true", help="also by PyTorch, OpenVINO and ExecuTorch")
     parser.add_argument("--plot", type=writable, help="draw both there, as SVG")
     parser.add_argument("--json", type=writable, help="also write the rows there")
     options = parser.parse_args()

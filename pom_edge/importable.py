@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
-from pom_edge.system import usable_cores
+from pom_edge.progress import Step
 
 NOT_INSTALLED = "not installed"
 TIMEOUT_S = 120  # a first import after the installation compiles thousands of files, on a slow card
@@ -24,16 +23,18 @@ _CODE = {
 __all__ = ["NOT_INSTALLED", "import_faults"]
 
 
-def import_faults(modules: Iterable[str]) -> dict[str, str]:
-    """What each module is found to be: ``NOT_INSTALLED``, a sentence on why its import fails, or empty where it works."""
-    names = list(dict.fromkeys(modules))
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        return dict(zip(names, pool.map(_fault, names), strict=True))
+def import_faults(modules: Iterable[str], step: Step = lambda _: None) -> dict[str, str]:
+    """What each module is found to be: ``NOT_INSTALLED``, a sentence on why its import fails, or empty where it works.
+
+    One after the other: two of them at once take the memory of both, and an interrupt ends the one that is running.
+    """
+    return {module: _fault(module, step) for module in dict.fromkeys(modules)}
 
 
-def _fault(module: str) -> str:
+def _fault(module: str, step: Step) -> str:
     if find_spec(module) is None:
         return NOT_INSTALLED
+    step(f"import {module}")
     command = [sys.executable, "-c", _NOT_FROM_HERE + _CODE.get(module, f"import {module}")]
     try:
         done = subprocess.run(  # noqa: S603  # our own interpreter, names of our own

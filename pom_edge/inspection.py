@@ -147,8 +147,7 @@ def diagnose(step: Step = lambda _: None) -> dict[str, dict[str, Any]]:
     packages = ("pom-edge", "torch", "onnx", "onnxscript", *runtimes, "numpy")
     jetson, found = find_jetson(), find_gpus()
     libraries = {target: _library(target) for target in NAMES}
-    step("import what is installed")
-    faults = import_faults(module for modules, _ in NEEDS.values() for module in modules)
+    faults = import_faults((module for modules, _ in NEEDS.values() for module in modules), step)
     return {
         "machine": {
             **machine_facts(),

@@ -199,18 +199,18 @@ def bench(
                 rows.append(
                     _row(sessions[file], length, batch, taken, seconds, None if peak is None else peak.total_bytes, found)
                 )
-    gflops = round(statistics.median(rates) / 1e9, 1) if rates else None
-    settings = _settings(runtime, threads, batch, rounds)
-    left_out = [*_never_run(bundle, runtime, sessions), *left_out]
-    report = BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}), settings, left_out)
     if not rows:
         usual = ", ".join(map(str, _default_lengths(session.artifact for session in sessions.values())))
         least = smallest_batch(session.artifact for session in sessions.values())
+        why = "; ".join(dict.fromkeys(each.why for each in left_out))
         raise InputError(
             f"no artifact of {bundle.path.name} runs here with {', '.join(map(str, lengths))} tokens and batch {batch}; "
-            f"what it takes by itself: --tokens {usual} --batch {least}. {'; '.join(report.notes)}"
+            f"what it takes by itself: --tokens {usual} --batch {least} ({why})"
         )
-    return report
+    gflops = round(statistics.median(rates) / 1e9, 1) if rates else None
+    settings = _settings(runtime, threads, batch, rounds)
+    left_out = [*_never_run(bundle, runtime, sessions), *left_out]
+    return BenchReport(machine or {}, gflops, rows, _missed(rows, floor or {}), settings, left_out)
 
 
 def _settings(runtime: str, threads: int | None, batch: int, rounds: int) -> dict[str, Any]:

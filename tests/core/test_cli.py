@@ -326,7 +326,7 @@ def _steps(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, object], gpus: 
     monkeypatch.setattr(inspection, "_library", libraries.__getitem__)
     monkeypatch.setattr(inspection, "find_gpus", lambda: GpuState(gpus, None, "" if gpus else "no NVIDIA driver"))
     monkeypatch.setattr(inspection, "cuda_missing", lambda: cuda)
-    monkeypatch.setattr(inspection, "import_faults", lambda modules: dict.fromkeys(modules, ""))
+    monkeypatch.setattr(inspection, "import_faults", lambda modules, _: dict.fromkeys(modules, ""))
     return inspection.diagnose()["can do"]
 
 

@@ -56,7 +56,7 @@ def test_core_ml_names_what_is_broken(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_doctor_tells_broken_from_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"torch": "torch is installed, but importing it fails (signal 4); install it anew", "coremltools": NOT_INSTALLED}
-    monkeypatch.setattr(inspection, "import_faults", lambda modules: {name: said.get(name, "") for name in modules})
+    monkeypatch.setattr(inspection, "import_faults", lambda modules, _: {name: said.get(name, "") for name in modules})
     steps = inspection.diagnose()["can do"]
     assert steps["export"] == said["torch"] and steps["run and check (ort)"] == "ready"
     assert steps["coreml"] == f"{said['torch']}; missing coremltools; run: pip install 'pom-edge[export,coreml]'"

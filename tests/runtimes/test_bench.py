@@ -147,7 +147,7 @@ def test_the_batch_is_the_one_that_artifacts_have(tmp_path: Path) -> None:
     report = export_bundle(model, example_inputs={"x": torch.randn(2, 8, 4)}, tokens=8, batch=3, out=tmp_path / "m.pom")
     assert [(row.tokens, row.batch) for row in bench(report, rounds=1).rows] == [(8, 3)]
     with pytest.raises(
-        InputError, match=r"tokens and batch 2; .* --tokens 8 --batch 3\. parallel.fp32.onnx was not timed at 8 tokens: "
+        InputError, match=r"batch 2; .* --tokens 8 --batch 3 \(parallel.fp32.onnx takes batches of 3, found --batch 2\)"
     ):
         bench(report, batch=2)
 
